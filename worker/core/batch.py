@@ -1,0 +1,68 @@
+"""What the scheduler hands the runner for one step, and what comes back. Pure values.
+
+There is no prefill or decode phase: a step moves each sequence's num_computed_tokens towards its number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: compute positions [start, start + len(token_ids)).
+
+    `block_table` covers every position up to the end of the share. Positions below `write_from` lie in sealed blocks:
+    their keys and values exist already and must not be written again (a full hit recomputes its last position only to
+    get logits). `samples` asks for a token from the last position's logits.
+    """
+
+    seq_id: int
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    write_from: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running sequence that gave its blocks up; it will be computed again from what stays cached."""
+
+    seq_id: int
+    for_seq_id: int
+    num_blocks_freed: int
+    num_tokens_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: what to compute, and what had to give way for it. `num_tokens` is the sum of the shares."""
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+    preemptions: tuple[Preemption, ...] = ()
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's log-probability and the top alternatives, (token id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the runner found: one SampledToken for each share with `samples`, by sequence id."""
+
+    step_id: int
+    sampled: dict[int, SampledToken] = field(default_factory=dict)

@@ -1,0 +1,33 @@
+"""What the engine process needs to know at start. The worker's own config (worker/config.py) makes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine process.
+
+    `kv_memory` is bytes ("2GiB") or a share of what is free ("0.9"). `kv_cache`: "full" shares prefixes, "decode"
+    keeps K/V for the running sequence only, "off" recomputes the whole sequence at every token; the last two exist
+    for measuring and as oracles. `threads` 0 lets the engine choose.
+    """
+
+    model: str = "smollm2"
+    served_name: str | None = None
+    block_size: int = 16
+    kv_memory: str = "1GiB"
+    kv_dtype: str = "auto"
+    exactness: str = "fast"
+    kv_cache: str = "full"
+    threads: int = 0
+    device: str = "auto"
+    hash_seed: bytes = b""
+    chat_template: Path | None = None
+    max_batch_tokens: int = 512
+    max_running: int = 64
+    max_waiting: int = 512
+    max_context: int | None = None
+    cache_dir: Path | None = None

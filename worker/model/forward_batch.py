@@ -1,0 +1,26 @@
+"""What one forward pass computes, in the model's own words: rows of tokens with their places in KV storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Positions [start, start + len(token_ids)) of one sequence.
+
+    `block_table[i]` is the KV block of positions [i * block_size, (i + 1) * block_size). Keys and values are written
+    only for positions >= `write_from`; below it they are read from storage. `wants_logits` asks for the last row's.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    write_from: int
+    wants_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    sequences: tuple[SequenceRows, ...]
