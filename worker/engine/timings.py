@@ -1,0 +1,102 @@
+"""Where a sequence's time goes, and how fast the engine is. Arithmetic on instants that are passed in; reads no clock.
+
+All instants are seconds of one monotonic clock. Known approximation: a step is shared by its whole batch, so a
+sequence's prefill time is the time of the steps it took part in, not its own share of their work.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+PHASES = ("queue", "allocate", "prefill", "recompute", "sample")
+PREFILL_SAMPLE_TOKENS_MIN = 32      # smaller prefill shares measure overhead, not speed
+RATE_DECAY = 0.9                    # weight of the past at every new observation: about the last ten count
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Seconds of one step: scheduling, the forward pass, sampling; and the instant its tokens were there."""
+
+    allocate_s: float
+    forward_s: float
+    sample_s: float
+    ended_at: float
+
+    @property
+    def total_s(self) -> float:
+        return self.allocate_s + self.forward_s + self.sample_s
+
+
+@dataclass(slots=True)
+class SequenceTimings:
+    """One sequence's clock: TTFT by phase, then the gaps between its tokens.
+
+    The phases add up to the TTFT exactly: `queue` is all the time in which no step worked on the sequence.
+    """
+
+    arrived_at: float
+    _worked: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES[1:], 0.0))
+    _first_token_at: float | None = None
+    _last_token_at: float = 0.0
+    _gaps: list[float] = field(default_factory=list)
+
+    def worked(self, timing: StepTiming, *, recompute: bool) -> None:
+        """A step computed positions of this sequence; `recompute`: for the second time, after a preemption."""
+        if self._first_token_at is None:
+            self._worked["allocate"] += timing.allocate_s
+            self._worked["recompute" if recompute else "prefill"] += timing.forward_s
+            self._worked["sample"] += timing.sample_s
+
+    def token(self, at: float) -> None:
+        if self._first_token_at is None:
+            self._first_token_at = at
+        else:
+            self._gaps.append(at - self._last_token_at)
+        self._last_token_at = at
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase up to the first token; empty when there was none."""
+        if self._first_token_at is None:
+            return {}
+        queue_s = self._first_token_at - self.arrived_at - sum(self._worked.values())
+        return {"queue": max(0.0, queue_s), **self._worked}
+
+    def inter_token_p50_s(self) -> float | None:
+        return statistics.median(self._gaps) if self._gaps else None
+
+    def inter_token_max_s(self) -> float | None:
+        return max(self._gaps, default=None)
+
+
+class EngineRates:
+    """Running estimates that routing needs: prefill tokens per second and seconds of a decode step.
+
+    Steps that only decode measure the second; steps with a real share of prefill measure the first, the time of the
+    decode rows in them taken off. Observations decay, so a change of load shows within about ten steps.
+    """
+
+    def __init__(self) -> None:
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+        self._decode_step_s: float | None = None
+
+    def observe(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
+        if prefill_tokens == 0 and decode_rows > 0:
+            past = step_s if self._decode_step_s is None else self._decode_step_s
+            self._decode_step_s = RATE_DECAY * past + (1 - RATE_DECAY) * step_s
+        elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
+            decode_s = self.decode_step_s if decode_rows else 0.0
+            own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)
+            self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
+            self._prefill_s = RATE_DECAY * self._prefill_s + own_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """0.0 until something was measured."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s > 0 else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        """0.0 until something was measured."""
+        return self._decode_step_s or 0.0
