@@ -1,0 +1,53 @@
+"""What the rest of the worker may know about a loaded model: shapes, limits, names. Plain values, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One attention layer's K/V shape. `window` is how many positions a row sees, itself included; None: all."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    def elements_per_token(self) -> int:
+        """Numbers stored for one position: the keys and the values of every KV head."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A loaded model in numbers. `dtype` and `kv_dtype` are torch's names without the prefix ("bfloat16")."""
+
+    name: str
+    layers: tuple[LayerGeometry, ...]
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    dtype: str
+    kv_dtype: str
+    device: str
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the widest layer; layers may differ, see `layers`."""
+        return max(layer.num_kv_heads for layer in self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Key size of the widest layer; layers may differ, see `layers`."""
+        return max(layer.key_dim for layer in self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer: how many positions a row sees, or None for all."""
+        return tuple(layer.window for layer in self.layers)
