@@ -23,8 +23,8 @@ import orjson
 
 from gateway.check_probe import PROBE_TIMEOUT_S, EndpointError, ProbeResult, fetch_json, probe, probe_messages
 
-PROBES_PER_WORKER = 8   # fresh prompts sent, per worker, before a worker counts as unreachable through the gateway
-EVENT_WAIT_S = 0.3      # lets the first answer's blocks reach the gateway's index before the second request
+PROBES_PER_WORKER = 8  # fresh prompts sent, per worker, before a worker counts as unreachable through the gateway
+EVENT_WAIT_S = 0.3  # lets the first answer's blocks reach the gateway's index before the second request
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="headstart check", description=__doc__.splitlines()[0] if __doc__ else None,
-        epilog="example: headstart check http://127.0.0.1:8000 --json")
+        prog="headstart check",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+        epilog="example: headstart check http://127.0.0.1:8000 --json",
+    )
     parser.add_argument("url", help="base address of a gateway or of any OpenAI-compatible endpoint")
     parser.add_argument("--model", help="model to ask (default: the first of /v1/models)")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), 
-                        help="sent as a bearer token (default: $OPENAI_API_KEY)")
-    parser.add_argument("--admin-token", default=os.environ.get("HEADSTART_ADMIN_TOKEN"),
-                        help="a headstart gateway's admin token (default: $HEADSTART_ADMIN_TOKEN)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="sent as a bearer token (default: $OPENAI_API_KEY)",
+    )
+    parser.add_argument(
+        "--admin-token",
+        default=os.environ.get("HEADSTART_ADMIN_TOKEN"),
+        help="a headstart gateway's admin token (default: $HEADSTART_ADMIN_TOKEN)",
+    )
     parser.add_argument("--admin-token-file", type=Path, help="file that holds it, as named by `headstart up`")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -124,11 +132,13 @@ async def _first_model(session: aiohttp.ClientSession, url: str, *, api_key: str
         return str(body["data"][0]["id"])  # type: ignore[index]
     except (KeyError, IndexError, TypeError):
         raise EndpointError(
-            f"{url}/v1/models lists no model (status {status}): no worker is ready, or pass --model") from None
+            f"{url}/v1/models lists no model (status {status}): no worker is ready, or pass --model"
+        ) from None
 
 
-async def _listed_workers(session: aiohttp.ClientSession, url: str, *,
-                          token: str | None) -> list[dict[str, Any]] | None:
+async def _listed_workers(
+    session: aiohttp.ClientSession, url: str, *, token: str | None
+) -> list[dict[str, Any]] | None:
     """The gateway's workers, or None when this is no headstart gateway or we may not ask it."""
     status, body = await fetch_json(session, f"{url}/admin/workers", token=token)
     if status == 200 and isinstance(body, dict) and isinstance(body.get("workers"), list):
@@ -163,12 +173,21 @@ async def _check_endpoint(prober: _Prober) -> EndpointCheck:
     cached = second.cached_tokens
     if cached:
         faster = first.ttft_s / second.ttft_s if second.ttft_s > 0 else 1.0
-        detail = (f"{cached} of {second.prompt_tokens} prompt tokens came from the cache; "
-                  f"the second TTFT was {faster:.1f}x shorter")
+        detail = (
+            f"{cached} of {second.prompt_tokens} prompt tokens came from the cache; "
+            f"the second TTFT was {faster:.1f}x shorter"
+        )
     else:
         detail = "prefix cache is off or not reported: the second request shows no cached tokens"
-    return EndpointCheck(model=prober.model, prompt_tokens=second.prompt_tokens, first_ttft_s=first.ttft_s,
-                         second_ttft_s=second.ttft_s, cached_tokens=cached, ok=bool(cached), detail=detail)
+    return EndpointCheck(
+        model=prober.model,
+        prompt_tokens=second.prompt_tokens,
+        first_ttft_s=first.ttft_s,
+        second_ttft_s=second.ttft_s,
+        cached_tokens=cached,
+        ok=bool(cached),
+        detail=detail,
+    )
 
 
 async def _check_workers(prober: _Prober, workers: list[dict[str, Any]]) -> list[WorkerCheck]:
@@ -189,10 +208,14 @@ async def _check_workers(prober: _Prober, workers: list[dict[str, Any]]) -> list
 def _verdict(worker: dict[str, Any], second: ProbeResult | None) -> WorkerCheck:
     def row(*, ok: bool, detail: str) -> WorkerCheck:
         return WorkerCheck(
-            id=str(worker.get("id")), engine=str(worker.get("engine", "unknown")),
+            id=str(worker.get("id")),
+            engine=str(worker.get("engine", "unknown")),
             knowledge=str(worker.get("knowledge", "none")),
             predicted_tokens=second.predicted_tokens if second else None,
-            reported_tokens=second.cached_tokens if second else None, ok=ok, detail=detail)
+            reported_tokens=second.cached_tokens if second else None,
+            ok=ok,
+            detail=detail,
+        )
 
     parity = worker.get("parity") or {}
     if parity.get("ok") is False:
@@ -209,9 +232,11 @@ def _verdict(worker: dict[str, Any], second: ProbeResult | None) -> WorkerCheck:
 
 
 def _parity_detail(parity: dict[str, Any]) -> str:
-    return (f"tokenises differently from the gateway: first differing token at position {parity.get('position')}: "
-            f"gateway {parity.get('gateway_token')}, worker {parity.get('worker_token')}; "
-            "start every worker of a model with the same --chat-template and tokenizer")
+    return (
+        f"tokenises differently from the gateway: first differing token at position {parity.get('position')}: "
+        f"gateway {parity.get('gateway_token')}, worker {parity.get('worker_token')}; "
+        "start every worker of a model with the same --chat-template and tokenizer"
+    )
 
 
 def _progress(done: int, total: int, round_number: int) -> None:
@@ -238,8 +263,10 @@ def _as_text(report: CheckReport) -> str:
         lines.append(f"  {'worker':<24} {'engine':<10} {'knowledge':<12} {'predicted':>9} {'reported':>9}")
     for worker in report.workers:
         counts = f"{_shown(worker.predicted_tokens):>9} {_shown(worker.reported_tokens):>9}"
-        lines.append(f"  {worker.id:<24} {worker.engine:<10} {worker.knowledge:<12} {counts}  "
-                     f"{'ok' if worker.ok else 'FAIL'}: {worker.detail}")
+        lines.append(
+            f"  {worker.id:<24} {worker.engine:<10} {worker.knowledge:<12} {counts}  "
+            f"{'ok' if worker.ok else 'FAIL'}: {worker.detail}"
+        )
     if not report.workers:
         lines.append("  workers: not listed (no headstart gateway, or no admin token: pass --admin-token-file)")
     return "\n".join(lines)

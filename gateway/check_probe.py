@@ -39,7 +39,8 @@ def probe_messages(nonce: str, question: str) -> list[dict[str, str]]:
     rules = "\n".join(
         f"{number}. When section {number} of handbook {nonce} applies, name the section, quote its rule in one line, "
         f"and say which of the steps {number + 1} to {number + 3} follows."
-        for number in range(1, PROBE_SECTIONS + 1))
+        for number in range(1, PROBE_SECTIONS + 1)
+    )
     system = f"Handbook {nonce}. You answer questions about it briefly.\n{rules}"
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
@@ -59,11 +60,23 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, token: str | N
         return status, None
 
 
-async def probe(session: aiohttp.ClientSession, url: str, *, model: str, messages: list[dict[str, str]],
-                api_key: str | None = None) -> ProbeResult:
+async def probe(
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    model: str,
+    messages: list[dict[str, str]],
+    api_key: str | None = None,
+) -> ProbeResult:
     """POST one streamed chat completion and read it to its end. Raises EndpointError on anything but a 200 stream."""
-    body = {"model": model, "messages": messages, "max_tokens": PROBE_MAX_TOKENS, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}}
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": PROBE_MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -98,10 +111,12 @@ async def _read_stream(response: aiohttp.ClientResponse, started: float) -> Prob
     matched = response.headers.get("x-headstart-matched-tokens")
     return ProbeResult(
         ttft_s=time.perf_counter() - started if ttft_s is None else ttft_s,
-        prompt_tokens=_int(usage.get("prompt_tokens")), cached_tokens=_int(cached),
+        prompt_tokens=_int(usage.get("prompt_tokens")),
+        cached_tokens=_int(cached),
         worker_id=response.headers.get("x-headstart-worker"),
         predicted_tokens=int(matched) if matched is not None and matched.isdigit() else None,
-        headers=dict(response.headers))
+        headers=dict(response.headers),
+    )
 
 
 def _has_token(choice: dict[str, object]) -> bool:
