@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class EngineSetupError(Exception):
+    """A path, model or setting with which no engine can start: one line, saying what is wrong and what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine process.

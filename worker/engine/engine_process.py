@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from worker.engine.engine_config import EngineConfig
+from worker.engine.engine_config import EngineConfig, EngineSetupError
 from worker.engine.messages import Command, EngineFailed, Report, Shutdown
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _load_and_serve(config: EngineConfig, inbox: CommandInbox, send: Send) -> int:
-    from worker.engine.engine import Engine, EngineSetupError   # torch comes in here, after the thread settings
+    from worker.engine.engine import Engine   # torch comes in here, after the thread settings
 
     try:
         engine = Engine(config, clock=time.monotonic)
