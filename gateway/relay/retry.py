@@ -1,0 +1,159 @@
+"""Up to the first byte: which answers are the client's, and which are another worker's to give.
+
+Owns: the verdict on a worker's first answer, and the bounded walk from one worker to the next.
+Must never: retry once a byte has been shown to the client, or for a mistake that is the client's (any 4xx but 429).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway import errors
+from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, UpstreamRequest, UpstreamResponse
+from worker.protocol.api_error import ApiError
+
+MAX_REFUSAL_BYTES = 64 * 1024
+REFUSAL_READ_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAnswer:
+    """A response whose first body bytes are here; nothing of it has been sent to the client yet."""
+
+    response: UpstreamResponse
+    first_chunk: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A worker's own refusal, to be passed on as it came when nobody else takes the request."""
+
+    status: int
+    content_type: str
+    retry_after: str | None
+    body: bytes
+
+
+class AttemptFailed(Exception):
+    """One worker did not answer. `reason` is a metric label; `outcome` is for the client if this was the last try.
+
+    `same_worker`: the connection failed rather than the worker, so that trying it again is worth it when it is alone.
+    """
+
+    def __init__(self, reason: str, outcome: ApiError | Refusal, *, retryable: bool = True,
+                 same_worker: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.outcome = outcome
+        self.retryable = retryable
+        self.same_worker = same_worker
+
+
+class Attempt(Protocol):
+    """A booked worker: what to send, and how to undo the booking."""
+
+    @property
+    def endpoint_id(self) -> str:
+        """The worker's id."""
+        ...
+
+    @property
+    def upstream_request(self) -> UpstreamRequest:
+        """What to send it."""
+        ...
+
+    def abandon(self) -> None:
+        """Undo everything booked. Idempotent."""
+        ...
+
+
+# Given the workers already tried and why the last one failed: the next attempt, booked, or None when nobody is left.
+Choose = Callable[[frozenset[str], "AttemptFailed | None"], "Attempt | None"]
+
+
+async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float) -> FirstAnswer:
+    """Send to one worker and await its first body bytes; AttemptFailed when the answer is not one for the client."""
+    worker_id = attempt.endpoint_id
+    try:
+        async with asyncio.timeout(timeout_s):
+            response = await upstream.open(attempt.upstream_request)
+            try:
+                chunk = await response.read_chunk()
+            except BaseException:
+                response.close()
+                raise
+    except TimeoutError as late:
+        raise AttemptFailed("timeout", errors.worker_timeout(
+            f"Worker {worker_id} sent nothing for {timeout_s:g} s."), retryable=False) from late
+    except UpstreamFailure as failure:
+        lost = errors.worker_failed(f"Worker {worker_id} could not be reached ({failure.kind.value}).")
+        raise AttemptFailed(failure.kind.value, lost, same_worker=failure.kind is FailureKind.RESET) from failure
+    return await _judge(worker_id, response, chunk)
+
+
+async def _judge(worker_id: str, response: UpstreamResponse, chunk: bytes) -> FirstAnswer:
+    status = response.status
+    if 200 <= status < 300 and chunk:
+        return FirstAnswer(response, chunk)
+    if 400 <= status < 500 and status != 429:
+        return FirstAnswer(response, chunk)
+    try:
+        if status == 429:
+            raise AttemptFailed("busy", await _read_refusal(response, chunk))
+        if status == 503:
+            raise AttemptFailed("unavailable", errors.no_worker(
+                f"Worker {worker_id} is not taking requests yet; try again shortly."))
+        what = "an empty answer" if status < 300 else f"status {status}"
+        raise AttemptFailed("worker_error", errors.worker_failed(f"Worker {worker_id} failed ({what})."))
+    finally:
+        response.close()
+
+
+async def _read_refusal(response: UpstreamResponse, chunk: bytes) -> Refusal:
+    body = bytearray(chunk)
+    try:
+        async with asyncio.timeout(REFUSAL_READ_TIMEOUT_S):
+            while chunk and len(body) < MAX_REFUSAL_BYTES:
+                chunk = await response.read_chunk()
+                body += chunk
+    except (TimeoutError, UpstreamFailure):
+        pass  # half a refusal is still a refusal; its status and Retry-After are what counts
+    return Refusal(response.status, response.headers.get("content-type", "application/json"),
+                   response.headers.get("retry-after"), bytes(body))
+
+
+async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: int,
+                          timeout_s: float) -> tuple[Attempt, FirstAnswer]:
+    """The first worker's answer that is the client's to have, trying at most `max_retries` others.
+
+    Raises the last AttemptFailed, or ApiError(503) when no worker could be chosen at all.
+    """
+    tried: set[str] = set()
+    last: AttemptFailed | None = None
+    for _ in range(max_retries + 1):
+        attempt = _next_attempt(choose, tried, last)
+        if attempt is None:
+            break
+        try:
+            return attempt, await first_answer(upstream, attempt, timeout_s=timeout_s)
+        except AttemptFailed as failure:
+            attempt.abandon()
+            tried.add(attempt.endpoint_id)
+            last = failure
+            if not failure.retryable:
+                raise
+        except BaseException:
+            attempt.abandon()
+            raise
+    raise last or errors.no_worker("No worker for this model is ready; see /admin/workers.")
+
+
+def _next_attempt(choose: Choose, tried: set[str], last: AttemptFailed | None) -> Attempt | None:
+    attempt = choose(frozenset(tried), last)
+    if attempt is None and last is not None and last.same_worker:
+        # A pooled connection that the worker had just closed looks like a reset. Alone, the worker gets another try.
+        return choose(frozenset(), last)
+    return attempt

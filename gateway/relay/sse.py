@@ -1,0 +1,90 @@
+"""The end of a stream, remembered without parsing the stream (sans-I/O).
+
+Owns: the last bytes of one response, whether they end on an event border, and what they say once it has ended.
+Must never: change or delay a byte, or look inside a chunk while the stream runs.
+Approximation: usage is found only if it lies within the last `limit_bytes`; OpenAI puts it in the last data event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import orjson
+
+KEEPALIVE_COMMENT = b": keep-alive\n\n"
+TAIL_LIMIT_BYTES = 64 * 1024
+_BORDERS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the worker reported them; `cached_tokens` is None when the engine does not say."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+class StreamTail:
+    """The last `limit_bytes` (at least; whole chunks are kept) of what has passed."""
+
+    def __init__(self, limit_bytes: int = TAIL_LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._chunks: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._ending = b""
+        self.total_bytes = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """Remember one chunk, forgetting the oldest that the limit no longer needs."""
+        self._chunks.append(chunk)
+        self._held_bytes += len(chunk)
+        self.total_bytes += len(chunk)
+        self._ending = chunk[-4:] if len(chunk) >= 4 else (self._ending + chunk)[-4:]
+        while self._held_bytes - len(self._chunks[0]) >= self._limit_bytes:
+            self._held_bytes -= len(self._chunks.popleft())
+
+    @property
+    def at_event_border(self) -> bool:
+        """Whether a comment may be inserted here without tearing an event (true before the first byte)."""
+        return self.total_bytes == 0 or self._ending.endswith(_BORDERS)
+
+    def tail(self) -> bytes:
+        """The remembered bytes."""
+        return b"".join(self._chunks)
+
+    def ended_with_done(self) -> bool:
+        """Whether the last line that says anything is `data: [DONE]`; comments and blank lines say nothing."""
+        for line in reversed(self.tail().splitlines()):
+            if not line or line.startswith(b":"):
+                continue
+            field, _, value = line.partition(b":")
+            return field == b"data" and value.strip() == b"[DONE]"
+        return False
+
+    def stream_usage(self) -> Usage | None:
+        """The usage of the last data event that has one."""
+        for line in reversed(self.tail().splitlines()):
+            if line.startswith(b"data:") and b'"usage"' in line:
+                usage = body_usage(line[5:].strip())
+                if usage is not None:
+                    return usage
+        return None
+
+
+def body_usage(body: bytes) -> Usage | None:
+    """The `usage` object of one JSON body or event, or None when there is none or it is not what OpenAI defines."""
+    try:
+        usage = orjson.loads(body)["usage"]
+        details = usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+        return Usage(int(usage["prompt_tokens"]), int(usage.get("completion_tokens") or 0),
+                     None if cached is None else int(cached))
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def error_event(body: bytes) -> bytes:
+    """An SSE `error` event, opened by a blank line in case the stream broke off inside an event."""
+    return b"\n\nevent: error\ndata: " + body + b"\n\n"
