@@ -1,1 +1,1 @@
-"""The laboratory: workloads, live drivers, benchmarks and the demo. Imports the pure cores; drives everything else from outside."""
+"""The laboratory: workloads, live drivers, benchmarks, the demo. Imports the pure cores; drives the rest from outside."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import secrets
 import sys
@@ -204,7 +205,7 @@ def _curves(args: argparse.Namespace) -> dict[str, list[float]]:
         with running_worker(model=args.model, arguments=["--kv-cache", mode]) as worker:
             answer = asyncio.run(_curve_answer(worker.url, args))
         at = answer.token_at_s
-        curves[mode] = [round(1000 * (later - earlier), 3) for earlier, later in zip(at, at[1:], strict=False)]
+        curves[mode] = [round(1000 * (later - earlier), 3) for earlier, later in itertools.pairwise(at)]
     return curves
 
 
@@ -262,12 +263,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def as_table(report: DemoReport) -> str:
     """The figures as people read them."""
     lines = [
-        f"{'arm':<12} {'requests':>8} {'TTFT p50':>10} {'p95':>10} {'p99':>10} {'prompt tok':>11} {'computed':>9} {'ms/token':>9}"
+        f"{'arm':<12} {'requests':>8} {'TTFT p50':>10} {'p95':>10} {'p99':>10} "
+        f"{'prompt tok':>11} {'computed':>9} {'ms/token':>9}"
     ]
     for arm in report.arms:
         lines.append(
             f"{arm.arm:<12} {arm.requests:>8} {1000 * arm.ttft_p50_s:>7.1f} ms {1000 * arm.ttft_p95_s:>7.1f} ms "
-            f"{1000 * arm.ttft_p99_s:>7.1f} ms {arm.prompt_tokens:>11} {arm.computed_tokens:>9} {arm.ms_per_token:>9.2f}"
+            f"{1000 * arm.ttft_p99_s:>7.1f} ms "
+            f"{arm.prompt_tokens:>11} {arm.computed_tokens:>9} {arm.ms_per_token:>9.2f}"
         )
     lines.append(
         f"warm TTFT over cold: {report.ratio:.3f}; prefix reuse should reach at most {report.bound:.3f}: "
@@ -277,7 +280,8 @@ def as_table(report: DemoReport) -> str:
         head, tail = curve[: len(curve) // 4], curve[-(len(curve) // 4) :]
         if head and tail:
             lines.append(
-                f"--kv-cache {mode:<5} ms per token: first quarter {percentile(head, 50):.1f}, last quarter {percentile(tail, 50):.1f}"
+                f"--kv-cache {mode:<5} ms per token: first quarter {percentile(head, 50):.1f}, "
+                f"last quarter {percentile(tail, 50):.1f}"
             )
     return "\n".join(lines)
 
