@@ -1,1 +1,1 @@
-"""The laboratory: workloads, live drivers, benchmarks, the demo. Imports the pure cores; drives the rest from outside."""
+"""The laboratory: workloads, live drivers, benchmarks, the demo. Imports pure cores; drives the rest from outside."""
