@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,11 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A running sequence that gave its blocks up; it will be computed again from what stays cached."""
+    """A running sequence that gave its blocks up; it will be computed again from what stays cached.
+
+    `num_blocks_freed` are the blocks nobody else held; `num_tokens_lost` the positions it had computed, of which its
+    re-admission may find the sealed ones again.
+    """
 
     seq_id: int
     for_seq_id: int
@@ -38,12 +43,18 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to compute, and what had to give way for it. `num_tokens` is the sum of the shares."""
+    """One step: what to compute, and what had to give way for it. `num_tokens` is the sum of the shares.
+
+    `num_blocks_evicted` cached blocks were forgotten to make room; `evicted_for_seq_id` needed the most of it (None
+    when nothing was evicted).
+    """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     preemptions: tuple[Preemption, ...] = ()
     num_tokens: int = 0
+    num_blocks_evicted: int = 0
+    evicted_for_seq_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +77,27 @@ class StepResult:
 
     step_id: int
     sampled: dict[int, SampledToken] = field(default_factory=dict)
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are the words of the engine's messages."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What one sequence gained: its new tokens, and why it ended (None while it runs).
+
+    `cached_tokens` is set with its first token and None afterwards; `logprobs` is parallel to `token_ids`, or None
+    when the runner reported none. A stop token is the last of `token_ids`.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None

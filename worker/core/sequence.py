@@ -1,0 +1,97 @@
+"""One generation in the worker: its tokens, where their K/V lie, and the account of who paid for them.
+
+Owns the token list, the block table and the accounts of one sequence. It never takes or returns a block itself: the
+scheduler does that with the pool, and only the scheduler writes here once the sequence has been submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from worker.core.batch import FinishReason
+from worker.core.block_content import ContentChain
+from worker.protocol.block_hash import ExtraKey
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When a sequence ends. `ignore_eos` takes the model's own end tokens out, never the request's stop tokens;
+    no stop counts before `min_tokens` outputs are there."""
+
+    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """The tokens that end the sequence once `min_tokens` are out."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
+    def reason(self, num_output_tokens: int, last_token_id: int) -> FinishReason | None:
+        """Whether the sequence ends with this token, its `num_output_tokens`-th."""
+        if num_output_tokens >= self.min_tokens and last_token_id in self.ending_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output_tokens >= self.max_new_tokens else None
+
+
+class Sequence:
+    """A prompt and the tokens generated after it.
+
+    `num_computed_tokens` positions have K/V in the blocks of `block_table`, however they came: prefill, chunk, hit or
+    decode. The first `num_sealed_blocks` of the table are sealed: findable, shared and never written again.
+    `priority` follows vLLM: the smaller number goes first and is preempted last. `choice` numbers the n choices of
+    one request.
+    """
+
+    def __init__(self, seq_id: int, prompt_token_ids: Iterable[int], stop_rule: StopRule, *,
+                 extra_keys: Iterable[ExtraKey] = (), priority: int = 0, choice: int = 0) -> None:
+        self.seq_id = seq_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.stop_rule = stop_rule
+        self.extra_keys = tuple(extra_keys)
+        self.priority = priority
+        self.choice = choice
+
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_sealed_blocks = 0
+        self.chain: ContentChain | None = None  # set at submission; None for ever where the pool does not cache
+
+        self.num_cached_tokens: int | None = None  # None until first admitted; then 0 <= cached <= prompt - 1
+        self.num_first_computed_tokens = 0  # positions computed for the first time
+        self.num_recomputed_tokens = 0  # positions computed again after a preemption
+        self.num_preemptions = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Positions to compute before the next token can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.token_ids[:self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of what was generated."""
+        return self.token_ids[self.num_prompt_tokens:]
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Tokens the sampler must not choose next: the ending ones, until `min_tokens` are out."""
+        if self.num_output_tokens + 1 >= max(1, self.stop_rule.min_tokens):
+            return frozenset()
+        return self.stop_rule.ending_token_ids
