@@ -11,7 +11,8 @@ RETRY_AFTER_S = "1"
 
 def model_not_found(model: str, known: Iterable[str]) -> ApiError:
     names = ", ".join(sorted(known)) or "none yet"
-    return ApiError(404, "model_not_found", f"The model `{model}` is not served here. Served: {names}.", param="model")
+    return ApiError(404, "model_not_found", f"The model `{model[:200]}` is not served here. Served: {names}.",
+                    param="model")
 
 
 def no_worker(detail: str) -> ApiError:

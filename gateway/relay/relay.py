@@ -49,7 +49,7 @@ class StreamEnd:
 
 async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderError,
                        limits: RelayLimits) -> StreamEnd:
-    """Pass an SSE response on until it ends; one that ends without [DONE] gets an SSE error event. Closes `answer`."""
+    """Pass an SSE response on to its end; one that ends without [DONE] gets an SSE error event. Closes `answer`."""
     tail = StreamTail()
     failure: ApiError | None = None
     chunk, num_chunks = answer.first_chunk, 0

@@ -1,6 +1,7 @@
 """The way to a worker: one request out, one response back, bytes untouched.
 
-Owns: pooled connections and what can go wrong on them, named. Must never: retry, interpret a body, or follow a redirect.
+Owns: pooled connections and what can go wrong on them, named.
+Must never: retry, interpret a body, or follow a redirect.
 The interface is as narrow as the relay needs, so that the client behind it can be replaced.
 """
 
@@ -50,15 +51,22 @@ class UpstreamRequest:
 class UpstreamResponse(Protocol):
     """Status and headers (names in lower case), then chunks."""
 
-    status: int
-    headers: Mapping[str, str]
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The response headers."""
+        ...
 
     async def read_chunk(self) -> bytes:
         """What has arrived, b"" at a proper end; UpstreamFailure(RESET) at any other. Cancelling it loses nothing."""
         ...
 
     def close(self) -> None:
-        """Done: a response read to its end gives its connection back, any other is cut at once (the worker aborts)."""
+        """Done: a response read to its end gives its connection back, any other is cut at once (workers abort)."""
         ...
 
 
