@@ -25,8 +25,9 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from msgspec import Meta
 from xxhash import xxh3_64_intdigest
 
 VERSION = 1
@@ -35,6 +36,9 @@ TOKEN_BYTES = 4
 _KEY_HEAD = struct.Struct("<BII")
 _COUNT = struct.Struct("<I")
 _SCHEMES_REMEMBERED = 64
+
+KeyKind = Annotated[int, Meta(ge=1, le=255)]
+KeyStart = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 
 
 class ExtraKeyKind(IntEnum):
@@ -53,9 +57,9 @@ class ExtraKey(NamedTuple):
     applies from a public prefix's length on thus lands in the first block that is not wholly public.
     """
 
-    kind: int
+    kind: KeyKind
     value: bytes
-    start: int = 0
+    start: KeyStart = 0
 
 
 @dataclass(frozen=True, slots=True)
