@@ -15,7 +15,8 @@ from worker.protocol.api_error import ApiError, invalid_request
 MAX_JSON_DEPTH = 64
 """Nested arrays and objects a body may hold; a tool's JSON schema needs about 15."""
 
-_KEY = re.compile(rb'[\s,]*"((?:[^"\\]|\\.)*)"\s*:\s*')
+_KEY = re.compile(rb'[\s,]*"([^"\\]*(?:\\.[^"\\]*)*)"\s*:\s*')
+_CLOSE = re.compile(rb"\s*\}")
 _PATH = re.compile(r"(?s)^(.*) - at `\$\.?(.*)`$")
 _MISSING = re.compile(r"^Object missing required field `(.*)`$")
 
@@ -55,19 +56,17 @@ def top_level_keys(body: bytes) -> list[str]:
     kept = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     position = body.index(b"{") + 1
     seen: dict[str, None] = {}
-    for _ in range(len(kept)):
-        match = _KEY.match(body, position)
-        if match is None:
-            break
-        key = _unescape(match[1])
+    key = ""
+    while (match := _KEY.match(body, position)) is not None:
+        key = str(msgspec.json.decode(b'"' + match[1] + b'"', type=str))
         raw = kept[key]
         if key in seen or not body.startswith(raw, match.end()):
             raise _duplicate(key)
         seen[key] = None
         position = match.end() + len(memoryview(raw))
-    extra = _KEY.match(body, position)
-    if extra is not None:
-        raise _duplicate(_unescape(extra[1]))
+    if _CLOSE.match(body, position) is None:
+        # The value kept for this key is a prefix of the one it was compared with: 1 of {"a": 12, "a": 1}.
+        raise _duplicate(key)
     return list(seen)
 
 
@@ -89,10 +88,6 @@ def _containers(value: Any) -> list[Any]:
     else:
         children = value.values() if isinstance(value, dict) else value
     return [child for child in children if isinstance(child, dict | list | msgspec.Struct)]
-
-
-def _unescape(key: bytes) -> str:
-    return str(msgspec.json.decode(b'"' + key + b'"', type=str))
 
 
 def _check_utf8(body: bytes) -> None:

@@ -126,11 +126,12 @@ def _check_tool_calls(calls: object, path: str) -> None:
 def _require_text(holder: Mapping[str, Any], name: str, path: str, *, allow_empty: bool = True) -> None:
     value = holder.get(name)
     if not isinstance(value, str) or not (value or allow_empty):
-        raise invalid_request(f"{path}.{name} must be a {'' if allow_empty else 'non-empty '}string.", f"{path}.{name}")
+        wanted = "a string" if allow_empty else "a non-empty string"
+        raise invalid_request(f"{path}.{name} must be {wanted}.", f"{path}.{name}")
 
 
 def _optional(holder: Mapping[str, Any], name: str, kind: type, path: str) -> None:
     value = holder.get(name)
     if value is not None and not isinstance(value, kind):
-        word = {str: "a string", dict: "an object"}[kind]
-        raise invalid_request(f"{path}.{name} must be {word}.", f"{path}.{name}")
+        wanted = "a string" if kind is str else "an object"
+        raise invalid_request(f"{path}.{name} must be {wanted}.", f"{path}.{name}")

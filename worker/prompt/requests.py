@@ -1,4 +1,4 @@
-"""Request bodies to checked values: what POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize accept.
+"""Request bodies to checked values: chat completions, plain completions, /tokenize and /detokenize.
 
 Owns the wire schema: names, types, ranges, and which values go together. Every complaint is a 400 `invalid_request`
 that names the field. Must never render, tokenise or look at the model: a request that leaves here may still be too
@@ -10,12 +10,12 @@ that a caller can log them. `null` means absent, as OpenAI's clients send it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from worker.prompt.json_body import Body, decode_body
+from worker.prompt.json_body import decode_body
 from worker.prompt.messages import check_chat_template_kwargs, check_messages, check_tools
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import invalid_request
@@ -193,9 +193,6 @@ class _DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[TokenId]
 
 
-T = TypeVar("T")
-GenerationBodyT = TypeVar("GenerationBodyT", bound=_GenerationBody)
-
 _chat_decoder = msgspec.json.Decoder(_ChatBody)
 _completion_decoder = msgspec.json.Decoder(_CompletionBody)
 _tokenize_decoder = msgspec.json.Decoder(_TokenizeBody)
@@ -204,19 +201,186 @@ _detokenize_decoder = msgspec.json.Decoder(_DetokenizeBody)
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Parse a POST /v1/chat/completions body; ApiError 400 with `param` on anything malformed."""
-    raise AssertionError("being written")
+    given, unknown = decode_body(body, _chat_decoder)
+    check_messages(given.messages)
+    _refuse_unsupported_chat(given)
+    tools = _checked_tools(given.tools)
+    shared = _shared(given, unknown, logprobs=_chat_logprobs(given),
+                     max_tokens=given.max_completion_tokens or given.max_tokens)
+    return ChatRequest(
+        **shared, messages=tuple(given.messages), tools=tools, tool_choice=_tool_choice(given, tools),
+        **_template_options(given))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Parse a POST /v1/completions body; ApiError 400 with `param` on anything malformed."""
-    raise AssertionError("being written")
+    given, unknown = decode_body(body, _completion_decoder)
+    prompts = _prompts(given.prompt)
+    if given.echo:
+        raise invalid_request("echo is not supported: prepend the prompt yourself.", "echo")
+    if given.suffix:
+        raise invalid_request("suffix is not supported: this model completes from the left only.", "suffix")
+    if given.best_of not in (None, given.n or 1):
+        raise invalid_request("best_of other than n is not supported: ask for n choices and rank them.", "best_of")
+    if len(prompts) * (given.n or 1) > MAX_SEQUENCES:
+        raise invalid_request(f"n times the number of prompts may be at most {MAX_SEQUENCES}.", "n")
+    shared = _shared(given, unknown, logprobs=given.logprobs,
+                     max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS)
+    return CompletionRequest(**shared, prompts=prompts)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Parse a POST /tokenize body (vLLM's shape); ApiError 400 with `param` on anything malformed."""
-    raise AssertionError("being written")
+    given, unknown = decode_body(body, _tokenize_decoder)
+    if (given.prompt is None) == (given.messages is None):
+        raise invalid_request("Give exactly one of prompt and messages.", "prompt")
+    _refuse_chat_template(given.chat_template)
+    messages = None
+    if given.messages is not None:
+        check_messages(given.messages)
+        messages = tuple(given.messages)
+    add_special_tokens = messages is None if given.add_special_tokens is None else given.add_special_tokens
+    return TokenizeRequest(
+        model=given.model, prompt=given.prompt, messages=messages, add_special_tokens=add_special_tokens,
+        tools=_checked_tools(given.tools), return_token_strs=bool(given.return_token_strs), unknown=unknown,
+        **_template_options(given))
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Parse a POST /detokenize body; ApiError 400 with `param` on anything malformed."""
-    raise AssertionError("being written")
+    given, unknown = decode_body(body, _detokenize_decoder)
+    return DetokenizeRequest(model=given.model, tokens=tuple(given.tokens), unknown=unknown)
+
+
+def _shared(given: _GenerationBody, unknown: tuple[str, ...], *, logprobs: int | None,
+            max_tokens: int | None) -> dict[str, Any]:
+    """The fields of GenerationRequest, with everything that holds for both routes checked."""
+    if given.stream_options is not None and not given.stream:
+        raise invalid_request("stream_options is only allowed when stream is true.", "stream_options")
+    if given.response_format is not None and given.response_format.type != "text":
+        raise invalid_request(f"response_format of type {given.response_format.type[:64]!r} is not supported; "
+                              "only 'text' is.", "response_format")
+    if max_tokens is not None and (given.min_tokens or 0) > max_tokens:
+        raise invalid_request(f"min_tokens ({given.min_tokens}) is larger than max_tokens ({max_tokens}).",
+                              "min_tokens")
+    options = given.stream_options
+    return {
+        "model": given.model, "sampling": _sampling(given, logprobs), "seed_given": given.seed is not None,
+        "max_tokens": max_tokens, "n": given.n or 1, "stop": _stops(given.stop), "stream": bool(given.stream),
+        "include_usage": bool(options and options.include_usage), "return_token_ids": bool(given.return_token_ids),
+        "cache_salt": given.cache_salt, "priority": given.priority or 0, "user": given.user,
+        "prompt_cache_key": given.prompt_cache_key, "prompt_cache_retention": given.prompt_cache_retention,
+        "unknown": unknown,
+    }
+
+
+def _sampling(given: _GenerationBody, logprobs: int | None) -> SamplingParams:
+    asked = {
+        "temperature": given.temperature, "top_p": given.top_p, "min_p": given.min_p, "seed": given.seed,
+        "repetition_penalty": given.repetition_penalty, "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty, "min_tokens": given.min_tokens, "ignore_eos": given.ignore_eos,
+    }
+    return SamplingParams(
+        **{name: value for name, value in asked.items() if value is not None},  # type: ignore[arg-type]
+        # vLLM's clients turn top_k off with -1 or 0.
+        top_k=given.top_k if given.top_k is not None and given.top_k > 0 else None,
+        logit_bias=_logit_bias(given.logit_bias), logprobs=logprobs)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS:
+        raise invalid_request(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are accepted.", "stop")
+    for index, text in enumerate(stops):
+        path = "stop" if isinstance(stop, str) else f"stop[{index}]"
+        if not text:
+            raise invalid_request("A stop string may not be empty.", path)
+        if len(text) > MAX_STOP_CHARS:
+            raise invalid_request(f"A stop string may have at most {MAX_STOP_CHARS} characters.", path)
+    return tuple(stops)
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
+    if not biases:
+        return {}
+    if len(biases) > MAX_LOGIT_BIAS_TOKENS:
+        raise invalid_request(f"logit_bias names {len(biases)} tokens; at most {MAX_LOGIT_BIAS_TOKENS} are accepted.",
+                              "logit_bias")
+    result: dict[int, float] = {}
+    for key, bias in biases.items():
+        # isdecimal() also holds for other scripts' digits, which int() reads: two keys could then mean one token.
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+            raise invalid_request(f"logit_bias keys must be token ids written as decimal strings, not {key[:64]!r}.",
+                                  "logit_bias")
+        result[int(key)] = bias
+    return result
+
+
+def _chat_logprobs(given: _ChatBody) -> int | None:
+    if given.logprobs:
+        return given.top_logprobs or 0
+    if given.top_logprobs:
+        raise invalid_request("top_logprobs is only allowed when logprobs is true.", "top_logprobs")
+    return None
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not prompt:
+        raise invalid_request("prompt must not be an empty list.", "prompt")
+    kind = type(prompt[0])
+    for index, item in enumerate(prompt):
+        if type(item) is not kind:
+            raise invalid_request("prompt must be one kind of list: strings, token ids, or lists of token ids.",
+                                  f"prompt[{index}]")
+    if kind is int:
+        return (tuple(prompt),)  # type: ignore[arg-type]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid_request(f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are accepted.", "prompt")
+    return tuple(item if isinstance(item, str) else tuple(item) for item in prompt)  # type: ignore[arg-type]
+
+
+def _refuse_unsupported_chat(given: _ChatBody) -> None:
+    _refuse_chat_template(given.chat_template)
+    for name, remedy in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(given, name) is not None:
+            raise invalid_request(f"{name} is deprecated and not supported: use {remedy}.", name)
+
+
+def _refuse_chat_template(template: object) -> None:
+    if template is not None:
+        raise invalid_request("chat_template is not accepted from a request: the operator sets it with "
+                              "--chat-template.", "chat_template")
+
+
+def _checked_tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...] | None:
+    if tools is None:
+        return None
+    check_tools(tools)
+    return tuple(tools)
+
+
+def _tool_choice(given: _ChatBody, tools: tuple[dict[str, Any], ...] | None) -> str:
+    choice = given.tool_choice
+    if choice is None:
+        return "auto" if tools else "none"
+    if choice not in ("auto", "none"):
+        raise invalid_request("tool_choice must be 'auto' or 'none': forced calls are not supported.", "tool_choice")
+    if not tools and choice == "auto":
+        raise invalid_request("tool_choice is only allowed when tools are given.", "tool_choice")
+    return str(choice)
+
+
+def _template_options(given: _ChatBody | _TokenizeBody) -> dict[str, Any]:
+    kwargs = given.chat_template_kwargs or {}
+    check_chat_template_kwargs(kwargs)
+    continue_final = bool(given.continue_final_message)
+    if continue_final and given.add_generation_prompt:
+        raise invalid_request("continue_final_message and add_generation_prompt exclude each other: send "
+                              "add_generation_prompt false.", "continue_final_message")
+    add_prompt = not continue_final if given.add_generation_prompt is None else given.add_generation_prompt
+    return {"chat_template_kwargs": kwargs, "add_generation_prompt": add_prompt,
+            "continue_final_message": continue_final}
