@@ -3,7 +3,7 @@
 Owns: the three events, the batch codec, the frames of the live and the replay socket, the snapshot's lines.
 Must never: hash anything, open a socket, or keep state about a worker (sequence and epoch are the reader's business).
 
-Written: map-encoded events with explicit `medium`, as vLLM 0.24 and later write them. Our additions are a map key that
+Written: map-encoded events with explicit `medium`, as vLLM 0.24 and later write them. Our additions: a map key that
 other readers skip, `epoch` (the worker's boot id), and triples [kind, value, start in the block] inside `extra_keys`.
 Read: maps and the older positional arrays, event by event; unsigned, negative (taken modulo 2**64) and 32-byte hashes
 (folded to their last 8 bytes); unknown fields; unknown or unusable events are counted, never fatal to their batch.
