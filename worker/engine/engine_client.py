@@ -50,7 +50,7 @@ class EngineState(StrEnum):
 
 
 class EngineClient:
-    """One engine process. `start` returns as soon as it is spawned; EngineReady or EngineFailed arrives as a report."""
+    """One engine process. `start` returns once it is spawned; EngineReady or EngineFailed arrives as a report."""
 
     def __init__(self) -> None:
         self.state = EngineState.LOADING
@@ -77,11 +77,13 @@ class EngineClient:
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - spawning takes milliseconds, once
                 [sys.executable, "-P", "-m", "worker.engine.engine_process", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), env=_environment(config), start_new_session=True, stdin=subprocess.DEVNULL)
+                pass_fds=(theirs.fileno(),), env=_environment(config), stdin=subprocess.DEVNULL,
+                start_new_session=True)          # Ctrl-C and group signals reach the shell, which decides
         finally:
             theirs.close()
         self._reader = threading.Thread(target=self._read_reports, name="engine-reader", daemon=True)
-        self._writer = threading.Thread(target=self._write_commands, args=(config,), name="engine-writer", daemon=True)
+        self._writer = threading.Thread(target=self._write_commands, args=(config,), name="engine-writer",
+                                        daemon=True)
         self._reader.start()
         self._writer.start()
 

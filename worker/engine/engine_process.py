@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _load_and_serve(config: EngineConfig, inbox: CommandInbox, send: Send) -> int:
-    from worker.engine.engine import Engine   # torch comes in here, after the thread settings
+    from worker.engine.engine import Engine  # torch comes in here, after the thread settings
 
     try:
         engine = Engine(config, clock=time.monotonic)

@@ -1,4 +1,4 @@
-"""How many KV blocks a worker gets: `--kv-memory` against what is free once the weights are loaded. Pure arithmetic."""
+"""How many KV blocks a worker gets: `--kv-memory` against what is free beside the weights. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def parse_kv_memory(text: str) -> int | float:
 
 
 def num_kv_blocks(kv_memory: str, *, block_bytes: int, free_bytes: int) -> int:
-    """Blocks that fit: at least one. Raises EngineSetupError when none does, or when more is asked for than is free."""
+    """Blocks that fit: at least one. Raises EngineSetupError when none does or more is asked for than is free."""
     wanted = parse_kv_memory(kv_memory)
     budget = int(wanted * free_bytes) if isinstance(wanted, float) else wanted
     if budget > free_bytes:
-        raise EngineSetupError(f"kv_memory {kv_memory} is more than the {_mib(free_bytes)} that are free after loading "
+        raise EngineSetupError(f"kv_memory {kv_memory} is more than the {_mib(free_bytes)} that are free beside "
                                "the weights: lower it, or choose a smaller model.")
     if budget < block_bytes:
         raise EngineSetupError(f"kv_memory {kv_memory} leaves {_mib(budget)}, and one block of KV needs "

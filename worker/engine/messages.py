@@ -17,7 +17,10 @@ from worker.protocol.cache_events import CacheEvent
 
 @dataclass(frozen=True, slots=True)
 class SubmitSequence:
-    """One choice of one request. `token_ids` is the whole prompt; `max_new_tokens` is already capped to the context."""
+    """One choice of one request. `token_ids` is the whole prompt; `max_new_tokens` is capped to the context.
+
+    `stop_token_ids` end it besides the model's own EOS tokens, which the engine knows and `params.ignore_eos` drops.
+    """
 
     request_id: str
     choice: int
@@ -32,7 +35,7 @@ class SubmitSequence:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Stop every choice of this request (or one, when `choice` is given) and free its blocks by the end of the step."""
+    """Stop every choice of this request (or one, when `choice` is given); its blocks are free by the step's end."""
 
     request_id: str
     choice: int | None = None
@@ -75,7 +78,7 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """One line naming what is wrong and what to do. `users_fault`: a wrong path or setting (exit 2), else a bug (1)."""
+    """One line: what is wrong and what to do. `users_fault`: a wrong path or setting (exit 2), else a bug (1)."""
 
     message: str
     users_fault: bool
@@ -83,7 +86,8 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """A finished sequence's account. cached + computed = prompt at admission; recomputed counts apart.
+    """A finished sequence's account. Prompt positions only: cached + computed = prompt, less where it was aborted
+    early; `recomputed_tokens`, after preemptions, counts apart.
 
     `phases` are the seconds of TTFT by phase: queue, allocate, prefill, recompute, sample.
     """
@@ -103,8 +107,8 @@ class SequenceStats:
 class SequenceOutput:
     """What one sequence produced in a step.
 
-    `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token, which
-    is the last of `token_ids`), "length", "abort", "error" (then `error` says why); None while it runs.
+    `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
+    which is the last of `token_ids`), "length", "abort", "error" (`error` says why); None while it runs.
     """
 
     request_id: str

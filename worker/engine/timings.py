@@ -1,4 +1,4 @@
-"""Where a sequence's time goes, and how fast the engine is. Arithmetic on instants that are passed in; reads no clock.
+"""Where a sequence's time goes, and how fast the engine is. Arithmetic on instants passed in; reads no clock.
 
 All instants are seconds of one monotonic clock. Known approximation: a step is shared by its whole batch, so a
 sequence's prefill time is the time of the steps it took part in, not its own share of their work.

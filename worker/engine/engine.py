@@ -1,0 +1,214 @@
+"""The engine: schedule, run, commit, report. One step at a time, in one thread, testable without any process.
+
+Owns the sequences at work. Whether two prompts share a block is core's business, what a token means is the model's:
+the engine joins them, measures, and decides what becomes of a step that raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from worker.core.batch import FinishReason, SequenceUpdate, StepPlan
+from worker.core.scheduler import Scheduler
+from worker.core.sequence import Sequence, StopRule
+from worker.engine.engine_config import EngineConfig
+from worker.engine.live_sequence import LiveSequence
+from worker.engine.messages import (
+    AbortRequest,
+    Command,
+    EngineReady,
+    EngineStats,
+    PreemptionNote,
+    ResetCache,
+    SequenceOutput,
+    Shutdown,
+    StepReport,
+    SubmitSequence,
+)
+from worker.engine.startup import EngineParts, start_up
+from worker.engine.step_execution import Execution, Runner, execute
+from worker.engine.timings import EngineRates, SequenceTimings, StepTiming
+
+FAILED_STEPS_MAX = 5    # steps in a row in which nothing could be computed, after which the engine is broken
+
+Clock = Callable[[], float]
+
+
+class Engine:
+    """`load()` once, then `apply` commands and `step` while not `idle`. `clock` gives monotonic seconds.
+
+    `broken` says why no further step makes sense; None while all is well.
+    """
+
+    scheduler: Scheduler
+    runner: Runner
+
+    def __init__(self, config: EngineConfig, *, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._live: dict[int, LiveSequence] = {}
+        self._seq_ids: dict[tuple[str, int], int] = {}
+        self._next_seq_id = count(1)
+        self._pending: list[SequenceOutput] = []      # ended outside a step; told with the next report
+        self._eos_token_ids: frozenset[int] = frozenset()
+        self._failed_steps = 0
+        self._rates = EngineRates()
+        self.broken: str | None = None
+
+    def load(self) -> EngineReady:
+        """Load the model and warm it up. Raises EngineSetupError: one line with the remedy."""
+        parts = start_up(self._config, self._clock)
+        self.scheduler, self.runner, self._rates = parts.scheduler, parts.runner, parts.rates
+        self._eos_token_ids = frozenset(parts.model.spec.eos_token_ids)
+        return _ready(self._config, parts)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute and nothing to tell."""
+        return not self._live and not self._pending
+
+    # -- commands, between steps ---------------------------------------------------------------------------------
+
+    def apply(self, command: Command) -> None:
+        match command:
+            case SubmitSequence():
+                self.submit(command)
+            case AbortRequest():
+                self.abort(command)
+            case ResetCache():
+                self.scheduler.reset_cache()
+            case Shutdown():
+                self.abort_all()
+
+    def submit(self, command: SubmitSequence) -> None:
+        """Queue a sequence. One that can never run ends with "error" in the next report."""
+        key = (command.request_id, command.choice)
+        if key in self._seq_ids:
+            self._refuse(command, "its request id and choice are already at work")
+            return
+        stop_rule = StopRule(command.max_new_tokens, command.stop_token_ids, self._eos_token_ids,
+                             command.params.ignore_eos, command.params.min_tokens)
+        sequence = Sequence(next(self._next_seq_id), command.token_ids, stop_rule, extra_keys=command.extra_keys,
+                            priority=command.priority, choice=command.choice)
+        if (refusal := self.scheduler.submit(sequence)) is not None:
+            self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
+            return
+        timings = SequenceTimings(command.arrived_at or self._clock())
+        self._live[sequence.seq_id] = LiveSequence(command, sequence, timings)
+        self._seq_ids[key] = sequence.seq_id
+
+    def abort(self, command: AbortRequest) -> None:
+        """End a request's sequences and free their blocks. Unknown ones are no news: they may just have finished."""
+        seq_ids = [seq_id for (request_id, choice), seq_id in self._seq_ids.items()
+                   if request_id == command.request_id and command.choice in (None, choice)]
+        for seq_id in seq_ids:
+            update = self.scheduler.abort(seq_id)
+            assert update is not None, "between steps an abort takes effect at once"
+            self._pending.append(self._output(update, self._clock()))
+
+    def abort_all(self) -> None:
+        for request_id in {live.command.request_id for live in self._live.values()}:
+            self.abort(AbortRequest(request_id))
+
+    def _refuse(self, command: SubmitSequence, why: str) -> None:
+        self._pending.append(SequenceOutput(command.request_id, command.choice, [], finish_reason=FinishReason.ERROR,
+                                            error=f"The engine did not take this request: {why}."))
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Compute one step, if there is anything to compute, and tell what came of everything since the last."""
+        started_at = self._clock()
+        plan = self.scheduler.schedule()
+        pending, self._pending = self._pending, []
+        if plan is None:
+            assert not self._live, "sequences wait and none of them can run"
+            return StepReport(outputs=pending, events=self.scheduler.take_events(), stats=self._stats())
+        allocate_s = self._clock() - started_at
+        preemptions = self._note_preemptions(plan)
+        evicted_for = None if plan.evicted_for_seq_id is None else self._request_id(plan.evicted_for_seq_id)
+        decode_rows = sum(self._live[share.seq_id].is_decode(share) for share in plan.sequences)
+
+        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences if share.samples}
+        execution = execute(self.runner, plan, rows)
+        ended_at = self._clock()
+        timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
+        self._account(plan, timing, decode_rows)
+        outputs = [self._output(update, ended_at, execution.errors.get(update.seq_id))
+                   for update in self._commit(plan, execution)]
+        return StepReport(
+            outputs=pending + outputs, events=self.scheduler.take_events(), preemptions=preemptions,
+            evicted_blocks=plan.num_blocks_evicted, evicted_for=evicted_for, stats=self._stats(),
+            step_s=self._clock() - started_at, step_kind=_step_kind(decode_rows, len(plan.sequences)),
+            batch_size=len(plan.sequences))
+
+    def _commit(self, plan: StepPlan, execution: Execution) -> list[SequenceUpdate]:
+        if len(execution.errors) == len(plan.sequences):
+            self._failed_steps += 1
+            if self._failed_steps >= FAILED_STEPS_MAX:
+                reason = next(iter(execution.errors.values()))
+                self.broken = f"{self._failed_steps} steps in a row failed; restart the worker. Last: {reason}"
+            return self.scheduler.fail_step(plan)
+        self._failed_steps = 0
+        for seq_id in execution.errors:
+            self.scheduler.abort(seq_id)        # part of the step in flight: commit reports it and frees its blocks
+        return self.scheduler.commit(execution.outcome.result)
+
+    def _account(self, plan: StepPlan, timing: StepTiming, decode_rows: int) -> None:
+        prefill_tokens = 0
+        for share in plan.sequences:
+            live = self._live[share.seq_id]
+            live.worked(share, timing)
+            prefill_tokens += 0 if live.is_decode(share) else len(share.token_ids)
+        self._rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows,
+                            step_s=timing.forward_s + timing.sample_s)
+
+    def _note_preemptions(self, plan: StepPlan) -> list[PreemptionNote]:
+        for preemption in plan.preemptions:
+            self._live[preemption.seq_id].preempted(preemption)
+        return [PreemptionNote(self._request_id(preemption.seq_id), self._request_id(preemption.for_seq_id),
+                               preemption.num_blocks_freed, preemption.num_tokens_lost)
+                for preemption in plan.preemptions]
+
+    def _output(self, update: SequenceUpdate, at: float, error: str | None = None) -> SequenceOutput:
+        live = self._live[update.seq_id]
+        output = live.output(update, at=at, error=error)
+        if output.finish_reason is not None:
+            del self._live[update.seq_id]
+            del self._seq_ids[live.command.request_id, live.command.choice]
+        return output
+
+    def _request_id(self, seq_id: int) -> str:
+        return self._live[seq_id].command.request_id
+
+    def _stats(self) -> EngineStats:
+        scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
+        return EngineStats(
+            blocks_total=pool.num_blocks, blocks_free=pool.num_free, blocks_cached=pool.num_idle,
+            blocks_used=pool.num_referenced, num_running=scheduler.num_running, num_waiting=scheduler.num_waiting,
+            waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
+            running_prefill_tokens=scheduler.running_prefill_tokens,
+            decode_context_tokens=scheduler.decode_context_tokens,
+            computed_positions_total=counters.computed_positions, queried_tokens_total=counters.queried_tokens,
+            hit_tokens_total=counters.hit_tokens, evictions_total=pool.num_evictions,
+            preemptions_total=counters.preemptions, recomputed_preempted_total=counters.recomputed_preempted_tokens,
+            recomputed_evicted_total=pool.num_recomputed_evicted_tokens, steps_total=counters.steps,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s, decode_step_s=self._rates.decode_step_s)
+
+
+def _step_kind(decode_rows: int, num_rows: int) -> str:
+    if decode_rows == 0:
+        return "prefill"
+    return "decode" if decode_rows == num_rows else "mixed"
+
+
+def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
+    spec, pool = parts.model.spec, parts.scheduler.pool
+    return EngineReady(
+        folder=str(parts.folder.path), model=config.served_name or parts.folder.name, hash_scheme=pool.scheme,
+        num_blocks=pool.num_blocks, block_size=pool.block_size, max_context=parts.scheduler.max_context,
+        vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, device=spec.device, dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype, kv_bytes_per_token=spec.kv_bytes_per_token, exactness=config.exactness,
+        prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
+        notes=parts.notes)

@@ -1,0 +1,68 @@
+"""A sequence while the engine works on it: what was asked, what came out, and where its time went.
+
+Owns the engine's account of one sequence. The tokens that count and the positions computed are core's (`sequence`);
+nothing here writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from worker.core.batch import FinishReason, Preemption, ScheduledSequence, SequenceUpdate
+from worker.core.sequence import Sequence
+from worker.engine.messages import SequenceOutput, SequenceStats, SubmitSequence
+from worker.engine.timings import SequenceTimings, StepTiming
+from worker.model.sampler import SamplerRow
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """From submission to last report. Positions below `lost_until` were computed once and lost to a preemption."""
+
+    command: SubmitSequence
+    sequence: Sequence
+    timings: SequenceTimings
+    output_token_ids: list[int] = field(default_factory=list)
+    lost_until: int = 0
+
+    def preempted(self, preemption: Preemption) -> None:
+        self.lost_until = max(self.lost_until, preemption.num_tokens_lost)
+
+    def is_recompute(self, share: ScheduledSequence) -> bool:
+        return share.start < self.lost_until
+
+    def is_decode(self, share: ScheduledSequence) -> bool:
+        """A share that goes on from an output token (with `kv_cache` off it is the whole sequence)."""
+        return bool(self.output_token_ids) and not self.is_recompute(share)
+
+    def worked(self, share: ScheduledSequence, timing: StepTiming) -> None:
+        self.timings.worked(timing, recompute=self.is_recompute(share))
+
+    def sampler_row(self) -> SamplerRow:
+        return SamplerRow(params=self.command.params, choice=self.command.choice,
+                          output_index=len(self.output_token_ids), prompt_token_ids=self.command.token_ids,
+                          output_token_ids=self.output_token_ids,
+                          banned_token_ids=tuple(self.sequence.banned_token_ids))
+
+    def output(self, update: SequenceUpdate, *, at: float, error: str | None = None) -> SequenceOutput:
+        """Book what core says this sequence gained, and put it into the shell's words."""
+        for token_id in update.token_ids:
+            self.output_token_ids.append(token_id)
+            self.timings.token(at)
+        reason = update.finish_reason if error is None else FinishReason.ERROR
+        return SequenceOutput(
+            request_id=self.command.request_id, choice=self.command.choice, token_ids=list(update.token_ids),
+            logprobs=None if update.logprobs is None else list(update.logprobs), cached_tokens=update.cached_tokens,
+            finish_reason=None if reason is None else str(reason), error=error,
+            stats=None if reason is None else self._stats())
+
+    def _stats(self) -> SequenceStats:
+        sequence = self.sequence
+        cached = sequence.num_cached_tokens or 0
+        return SequenceStats(
+            prompt_tokens=sequence.num_prompt_tokens, cached_tokens=cached,
+            computed_tokens=min(sequence.num_first_computed_tokens, sequence.num_prompt_tokens - cached),
+            recomputed_tokens=sequence.num_recomputed_tokens,
+            output_tokens=len(self.output_token_ids), preemptions=sequence.num_preemptions,
+            phases=self.timings.phases(), inter_token_p50_s=self.timings.inter_token_p50_s(),
+            inter_token_max_s=self.timings.inter_token_max_s())
