@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions and /v1/completions: admit, submit, answer (whole or as a stream), leave.
+
+Owns one request's path through the worker. Whatever happens to the handler (an error, a client that left: aiohttp
+cancels it), `leave` runs, and the engine is told to stop what still runs. Headers are sent only when the first token
+is there, so that until then every failure is a proper status.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+from aiohttp import web
+
+from worker.engine.messages import SubmitSequence
+from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
+from worker.protocol.api_error import ApiError
+from worker.protocol.internal_request import CACHED_TOKENS_HEADER
+from worker.protocol.logs import get_logger
+from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
+from worker.server.generation import ChoiceDelta, Generation
+from worker.server.intake import CHAT, COMPLETIONS, Admission, Route, admit
+from worker.server.openai_format import ChatFormat, CompletionFormat, FullChoice, ResponseFormat, ResponseHead
+from worker.server.shell import Shell, shell_of
+from worker.server.sse import DONE, event, open_stream
+
+_log = get_logger("worker.server.handlers")
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, CHAT)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, COMPLETIONS)
+
+
+async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
+    shell = shell_of(request)
+    with shell.answering():
+        admission = await admit(request, shell, route)
+        async with _submitted(request, shell, admission, route) as generation:
+            layout = _format(shell, generation, admission, route)
+            if admission.body.stream:
+                return await _stream(request, generation, layout, include_usage=admission.body.include_usage)
+            return await _whole(generation, layout)
+
+
+@asynccontextmanager
+async def _submitted(request: web.Request, shell: Shell, admission: Admission,
+                     route: Route) -> AsyncIterator[Generation]:
+    """The generation while its handler lives: with table and engine before, stopped after."""
+    # A client that left while its prompt was being tokenised must not cost the engine anything.
+    if request.transport is None or request.transport.is_closing():
+        raise ApiError(499, "client_closed_request", "The client left before its request was taken up.")
+    generation = _generation(request, shell, admission, route)
+    shell.requests.add(generation)
+    try:
+        shell.engine.submit(*_sequences(generation, admission))
+    except ApiError:
+        shell.requests.discard(generation)
+        raise
+    shell.metrics.observe_tokenize(admission.tokenize_s)
+    try:
+        yield generation
+    finally:
+        generation.abandon()
+        if generation.abandoned:
+            shell.metrics.observe_disconnect()
+
+
+def _generation(request: web.Request, shell: Shell, admission: Admission, route: Route) -> Generation:
+    serving, body = shell.require_serving(), admission.body
+    key = shell.requests.free_key(request[REQUEST_ID])
+    detokenizers = [
+        StreamDetokenizer(serving.renderer.tokenizer, prompt_tail_ids=prompt[-PROMPT_TAIL_TOKENS:], stop=body.stop,
+                          min_tokens=body.sampling.min_tokens)
+        for prompt in admission.prompts for _ in range(body.n)
+    ]
+    return Generation(key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
+                      prompt_lengths=[len(prompt) for prompt in admission.prompts], num_choices_per_prompt=body.n,
+                      tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
+                      abort=lambda choice: shell.engine.abort(key, choice))
+
+
+def _sequences(generation: Generation, admission: Admission) -> list[SubmitSequence]:
+    body = admission.body
+    return [
+        SubmitSequence(request_id=generation.key, choice=index * body.n + number, token_ids=prompt,
+                       params=admission.params, max_new_tokens=admission.max_new_tokens[index],
+                       stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys,
+                       priority=body.priority, arrived_at=generation.arrived_at)
+        for index, prompt in enumerate(admission.prompts) for number in range(body.n)
+    ]
+
+
+def _format(shell: Shell, generation: Generation, admission: Admission, route: Route) -> ResponseFormat:
+    serving = shell.require_serving()
+    head = ResponseHead(request_id=generation.request_id, created=int(time.time()), model=serving.ready.model,
+                        system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
+                        return_token_ids=admission.body.return_token_ids)
+    return (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+
+
+async def _whole(generation: Generation, layout: ResponseFormat) -> web.Response:
+    choices = [FullChoice() for _ in generation.detokenizers]
+    while deltas := await generation.next_deltas():
+        for delta in deltas:
+            choices[delta.choice].add(delta)
+    account = generation.account()
+    return web.Response(body=orjson.dumps(layout.full(choices, account)), content_type="application/json",
+                        headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
+
+
+async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat, *,
+                  include_usage: bool) -> web.StreamResponse:
+    deltas = await generation.next_deltas()      # an ApiError up to here is a status, not an event
+    response = await open_stream(request, {
+        REQUEST_ID_HEADER: generation.request_id,
+        CACHED_TOKENS_HEADER: str(generation.account().cached_tokens),
+    })
+    try:
+        while deltas:
+            if chunk_bytes := _chunks(layout, deltas):
+                await response.write(chunk_bytes)
+            deltas = await generation.next_deltas()
+        ending = event(layout.usage_chunk(generation.account())) if include_usage else b""
+        await response.write(ending + DONE)
+    except ApiError as refusal:
+        await response.write(event(refusal.body()))
+    except ConnectionError:
+        # The client left between two writes; the caller's `finally` stops the engine.
+        return response
+    except Exception:
+        _log.exception("internal_error", request_id=generation.request_id, path=request.path)
+        await response.write(event(internal_error(generation.request_id).body()))
+    await response.write_eof()
+    return response
+
+
+def _chunks(layout: ResponseFormat, deltas: list[ChoiceDelta]) -> bytes:
+    return b"".join(event(chunk) for delta in deltas for chunk in layout.chunks(delta))

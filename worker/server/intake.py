@@ -1,0 +1,199 @@
+"""From an HTTP request to work for the engine: body, parsing, prompt ids, limits, extra keys.
+
+Owns everything that can be refused before the engine hears of a request. A direct request is rendered and tokenised
+here (off the event loop when it is long); an internal one (contract section 4) brings its prompt ids and a salt from
+the gateway, and is honoured only with the worker's token. Whatever passes fits the context and can finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from worker.engine.messages import EngineReady
+from worker.prompt.renderer import PromptRenderer
+from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from worker.prompt.sampling_params import SamplingParams
+from worker.protocol.api_error import ApiError, invalid_request
+from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
+from worker.protocol.internal_request import WORKER_TOKEN_HEADER, decode_internal, is_internal
+from worker.server.error_middleware import body_too_large
+from worker.server.shell import Serving, Shell
+
+# Parsing, rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
+ON_LOOP_BYTES_MAX = 1024
+PROMPT_THREADS_MAX = 2
+SEED_BITS = 63
+
+T = TypeVar("T")
+Body = ChatRequest | CompletionRequest
+# Its queue is bounded by the connections that wait for their own result.
+_prompt_threads = ThreadPoolExecutor(PROMPT_THREADS_MAX, thread_name_prefix="prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One generating route: how its body is read and where its prompt is named in errors."""
+
+    name: str
+    parse: Callable[[bytes], Body]
+    render: Callable[[PromptRenderer, Body], list[list[int]]]
+    prompt_param: str
+
+
+def _render_chat(renderer: PromptRenderer, body: Body) -> list[list[int]]:
+    assert isinstance(body, ChatRequest)
+    return [renderer.chat(body)]
+
+
+def _render_completion(renderer: PromptRenderer, body: Body) -> list[list[int]]:
+    assert isinstance(body, CompletionRequest)
+    return renderer.completion(body)
+
+
+CHAT = Route("/v1/chat/completions", parse_chat, _render_chat, "messages")
+COMPLETIONS = Route("/v1/completions", parse_completion, _render_completion, "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A checked request: `prompts` fit the context, `max_new_tokens` (one per prompt) too."""
+
+    body: Body
+    prompts: list[list[int]]
+    max_new_tokens: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    extra_keys: tuple[ExtraKey, ...]
+    tokenize_s: float
+
+
+async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
+    """Read and check a request; ApiError on everything that cannot run."""
+    serving = shell.require_accepting()
+    if is_internal(request.headers):
+        require_worker_token(request, shell)
+        raw = await read_body(request, shell.config.max_body_bytes)
+        body, prompts, extra_keys, tokenize_s = _read_internal(request, raw, route)
+        _check_vocabulary(prompts, serving.ready, route)
+    else:
+        raw = await read_body(request, shell.config.max_body_bytes)
+        body, prompts, tokenize_s = await off_loop(len(raw), lambda: _read_direct(raw, serving, route))
+        extra_keys = _body_salt(body)
+    require_model(body.model, serving)
+    _check_number_of_choices(body, prompts, shell)
+    return Admission(body, prompts, _max_new_tokens(body, prompts, serving.ready, route), _with_seed(body),
+                     _stop_token_ids(body, serving.ready), extra_keys, tokenize_s)
+
+
+def require_worker_token(request: web.Request, shell: Shell) -> None:
+    """ApiError 403 unless the request carries this worker's token (an empty one admits nobody)."""
+    if not has_worker_token(request, shell):
+        raise ApiError(403, "forbidden", f"{WORKER_TOKEN_HEADER} is missing or is not this worker's token "
+                       "(HEADSTART_WORKER_TOKEN must be the same at gateway and worker).")
+
+
+def has_worker_token(request: web.Request, shell: Shell) -> bool:
+    expected = shell.config.worker_token.encode()
+    given = request.headers.get(WORKER_TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
+    return bool(expected) and hmac.compare_digest(given, expected)
+
+
+def require_model(model: str | None, serving: Serving) -> None:
+    """ApiError 404 `model_not_found` for another model; None means the one that is served."""
+    if model is not None and model not in serving.model_names:
+        raise ApiError(404, "model_not_found", f"The model {model!r} is not served here; this worker serves "
+                       f"{serving.ready.model!r}.", param="model")
+
+
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """The whole body; ApiError 413 as soon as it is known to be too large, 400 when it does not arrive whole."""
+    if (request.content_length or 0) > limit_bytes:
+        raise body_too_large(limit_bytes)
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise body_too_large(limit_bytes) from None
+    except web.RequestPayloadError:
+        raise invalid_request("The request body ended early or is badly encoded.", None) from None
+
+
+async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
+    """Run prompt work here when it is short, in a prompt thread when not."""
+    if num_bytes <= ON_LOOP_BYTES_MAX:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_prompt_threads, work)
+
+
+def _read_direct(raw: bytes, serving: Serving, route: Route) -> tuple[Body, list[list[int]], float]:
+    body = route.parse(raw)
+    require_model(body.model, serving)      # before the work of rendering for somebody else's model
+    started = time.perf_counter()
+    prompts = route.render(serving.renderer, body)
+    return body, prompts, time.perf_counter() - started
+
+
+def _read_internal(request: web.Request, raw: bytes,
+                   route: Route) -> tuple[Body, list[list[int]], tuple[ExtraKey, ...], float]:
+    internal = decode_internal(request.headers, raw)
+    body = route.parse(internal.json_body)
+    extra_keys: tuple[ExtraKey, ...] = ()
+    if internal.salt is not None:
+        # The gateway has folded the body's own cache_salt into this one: it alone speaks for tenants.
+        extra_keys = (ExtraKey(ExtraKeyKind.GATEWAY_SALT, internal.salt, internal.salt_from),)
+    return body, internal.prompts, extra_keys, 0.0
+
+
+def _body_salt(body: Body) -> tuple[ExtraKey, ...]:
+    return () if body.cache_salt is None else (ExtraKey(ExtraKeyKind.BODY_SALT, body.cache_salt.encode()),)
+
+
+def _check_vocabulary(prompts: list[list[int]], ready: EngineReady, route: Route) -> None:
+    highest = max((max(prompt, default=0) for prompt in prompts), default=0)
+    if highest >= ready.vocab_size:
+        raise invalid_request(f"Token id {highest} is outside this model's vocabulary of {ready.vocab_size}.",
+                              route.prompt_param)
+
+
+def _check_number_of_choices(body: Body, prompts: list[list[int]], shell: Shell) -> None:
+    num_choices, limit = len(prompts) * body.n, shell.config.max_running + shell.config.max_waiting
+    if num_choices > limit:
+        raise invalid_request(f"{len(prompts)} prompts times n = {body.n} is {num_choices} sequences; this worker "
+                              f"holds at most {limit}.", "n")
+
+
+def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, route: Route) -> list[int]:
+    """Per prompt: what was asked for, or the rest of the context. More than fits is refused, never cut short."""
+    rests = []
+    for prompt in prompts:
+        rest = ready.max_context - len(prompt)
+        if not prompt:
+            raise invalid_request("The prompt has no tokens.", route.prompt_param)
+        if rest < 1:
+            raise invalid_request(f"The prompt is {len(prompt)} tokens long and this worker's context is "
+                                  f"{ready.max_context} tokens, of which at least one must be left for the answer.",
+                                  route.prompt_param)
+        if body.max_tokens is not None and body.max_tokens > rest:
+            raise invalid_request(f"max_tokens is {body.max_tokens}, but the prompt takes {len(prompt)} of this "
+                                  f"worker's context of {ready.max_context} tokens and leaves {rest}.", "max_tokens")
+        rests.append(rest if body.max_tokens is None else body.max_tokens)
+    return rests
+
+
+def _with_seed(body: Body) -> SamplingParams:
+    if body.seed_given:
+        return body.sampling
+    return msgspec.structs.replace(body.sampling, seed=secrets.randbits(SEED_BITS))
+
+
+def _stop_token_ids(body: Body, ready: EngineReady) -> frozenset[int]:
+    return frozenset() if body.sampling.ignore_eos else frozenset(ready.eos_token_ids)

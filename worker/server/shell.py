@@ -1,0 +1,183 @@
+"""The worker's state as its HTTP routes see it: the phase it is in, the engine behind it, the requests it answers.
+
+Owns the phase (loading, ready, draining, failed) and what becomes known when the model is ready. It is the one place
+where the engine's reports arrive: events are published, outputs delivered, counters and log lines written, in that
+order, once per step, with no await between. Routes read it; only `on_report` and the life-cycle methods write it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from aiohttp import web
+
+from worker.config import WorkerConfig
+from worker.engine.engine_client import EngineClient
+from worker.engine.messages import EngineFailed, EngineReady, EngineStats, Report, StepReport
+from worker.prompt.renderer import PromptRenderer
+from worker.prompt.tokenizer import TokenizerBundle
+from worker.protocol.api_error import ApiError
+from worker.protocol.logs import get_logger
+from worker.server.events_publisher import EventsPublisher
+from worker.server.generation import Generation
+from worker.server.metrics import WorkerMetrics
+from worker.server.request_log import log_evictions, log_finished, log_preemption
+from worker.server.request_table import RequestTable
+from worker.server.token_text import TokenText
+
+RETRY_AFTER_S = "1"
+_log = get_logger("worker.server.shell")
+
+
+class Phase(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What is known once the model is loaded. Immutable for the life of the process."""
+
+    ready: EngineReady
+    bundle: TokenizerBundle
+    renderer: PromptRenderer
+    token_text: TokenText
+    model_names: frozenset[str]
+    system_fingerprint: str
+
+
+class Shell:
+    """Phases go loading -> ready -> draining, and from any of them to failed; never back."""
+
+    def __init__(self, config: WorkerConfig, engine: EngineClient, publisher: EventsPublisher) -> None:
+        self.config = config
+        self.engine = engine
+        self.publisher = publisher
+        self.metrics = WorkerMetrics()
+        self.requests = RequestTable(self._on_released)
+        self.phase = Phase.LOADING
+        self.serving: Serving | None = None
+        self.failure: EngineFailed | None = None
+        self.failed = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._num_answering = 0
+        self._opening: asyncio.Task[None] | None = None
+
+    # -- for routes ---------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    def require_serving(self) -> Serving:
+        """What the model is; ApiError 503 while there is none (yet, or any more)."""
+        if self.phase is Phase.FAILED:
+            reason = self.failure.message if self.failure is not None else "the engine has ended"
+            raise ApiError(503, "worker_failed", f"This worker's engine has failed: {reason}")
+        if self.serving is None:
+            raise ApiError(503, "worker_loading", "The model is still loading; try again in a few seconds.",
+                           headers={"Retry-After": RETRY_AFTER_S})
+        return self.serving
+
+    def require_accepting(self) -> Serving:
+        """As require_serving, and ApiError 503 once the worker is being stopped: no new work."""
+        if self.phase is Phase.DRAINING:
+            raise ApiError(503, "worker_draining", "This worker is shutting down; ask another one.",
+                           headers={"Retry-After": RETRY_AFTER_S})
+        return self.require_serving()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around everything that answers a generating request: `idle` is set when there is no such thing."""
+        self._num_answering += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            if self._num_answering == 0:
+                self.idle.set()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no new requests from now on; those under way go on."""
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.DRAINING
+
+    def cut_short(self) -> None:
+        """The time for draining is over: whoever still waits for an answer gets an error."""
+        self.requests.fail_all(ApiError(503, "worker_draining", "This worker shuts down; the answer ends here."))
+
+    def fail(self, failure: EngineFailed) -> None:
+        """The engine cannot go on: every client is told, /health fails, and the process is to end."""
+        if self.phase is Phase.FAILED:
+            return
+        self.phase, self.failure = Phase.FAILED, failure
+        self.requests.fail_all(ApiError(500, "worker_failed", "The worker's engine failed while it answered."))
+        self.failed.set()
+
+    # -- the engine's reports (event loop, once per step) -------------------------------------------------------
+
+    def on_report(self, report: Report) -> None:
+        match report:
+            case EngineReady():
+                self._opening = asyncio.get_running_loop().create_task(self._open(report), name="open-tokenizer")
+            case EngineFailed():
+                self.fail(report)
+            case StepReport():
+                self._on_step(report)
+
+    def _on_step(self, report: StepReport) -> None:
+        # Events first: whoever has seen a response may rely on its blocks being announced.
+        self.publisher.publish(report.events)
+        self.metrics.observe_step(report)
+        for note in report.preemptions:
+            log_preemption(note)
+        if report.evicted_blocks and self.engine.ready is not None:
+            log_evictions(report, self.engine.ready.block_size)
+        self.requests.deliver(report.outputs)
+
+    def _on_released(self, generation: Generation) -> None:
+        for stats in generation.stats:
+            self.metrics.observe_sequence(stats)
+        log_finished(generation)
+
+    async def _open(self, ready: EngineReady) -> None:
+        """From a loaded model to serving: tokenizer and template read, off the loop."""
+        try:
+            self.serving = await asyncio.to_thread(self._read_tokenizer, ready)
+        except Exception as error:
+            # The outermost edge of a task nobody awaits: without this the worker would look like loading for ever.
+            _log.exception("tokenizer_unusable", folder=ready.folder)
+            self.fail(EngineFailed(f"The tokenizer of {ready.model} cannot be read: {error}", users_fault=True))
+            return
+        self.metrics.observe_ready(ready)
+        self.publisher.open(topic=f"kv@{self.config.host}:{self.config.port}@{ready.model}")
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+        _log.info("ready", model=ready.model, max_context=ready.max_context, num_blocks=ready.num_blocks,
+                  device=ready.device, dtype=ready.dtype, kv_dtype=ready.kv_dtype, exactness=ready.exactness,
+                  notes=list(ready.notes))
+
+    def _read_tokenizer(self, ready: EngineReady) -> Serving:
+        bundle = TokenizerBundle.from_directory(Path(ready.folder), self.config.chat_template)
+        renderer = PromptRenderer(bundle)
+        names = {ready.model, self.config.model, self.config.served_name or ready.model}
+        return Serving(ready=ready, bundle=bundle, renderer=renderer, token_text=TokenText(renderer.tokenizer),
+                       model_names=frozenset(names), system_fingerprint="fp_" + ready.hash_scheme.digest()[:12])
+
+
+SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
+
+
+def shell_of(request: web.Request) -> Shell:
+    return request.app[SHELL]
