@@ -1,0 +1,130 @@
+"""Every worker that this gateway knows, and what is known about each.
+
+Owns: Endpoint records. One task writes them (worker_poll.EndpointKeeper); everybody else reads.
+Must never: do I/O, or decide where a request goes.
+
+Two workers of one model are compatible when they turn text into the same tokens (tokenizer and template digests, and
+the parity probe). Where only block size, KV dtype, exactness or seed differ, each simply has a hash scheme of its
+own: their chains never meet, and prompts are hashed once per scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gateway.knowledge.discovery.static import DiscoveredWorker
+from gateway.knowledge.engines.headstart import WorkerReport
+from gateway.knowledge.parity import ParityReport
+from gateway.routing.endpoint import EndpointView, Knowledge
+from worker.protocol.block_hash import HashScheme
+
+
+class EndpointState(Enum):
+    """`incompatible`: it answers, but its tokens differ from the model's reference: used when nothing else serves."""
+
+    READY = "ready"
+    UNREADY = "unready"
+    DRAINING = "draining"
+    INCOMPATIBLE = "incompatible"
+
+
+@dataclass(slots=True)
+class FeedStatus:
+    """How an endpoint's event feed is doing. Written by that feed alone; counters only grow."""
+
+    in_sequence: bool = False
+    num_applied_batches: int = 0
+    num_gaps: int = 0
+    num_replays: int = 0
+    num_resyncs: int = 0
+    num_undecodable: int = 0
+    num_duplicates: int = 0
+    num_evicted_blocks: int = 0
+    lag_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One worker. `report` is its last GET /kv; None until it answered once."""
+
+    worker: DiscoveredWorker
+    reachable: bool = False
+    joined_epoch: str | None = None
+    compatible: bool = True
+    drain_requested: bool = False
+    report: WorkerReport | None = None
+    scheme: HashScheme | None = None
+    parity: ParityReport | None = None
+    feed: FeedStatus = field(default_factory=FeedStatus)
+    detail: str = "not reached yet"
+
+    @property
+    def endpoint_id(self) -> str:
+        return self.worker.endpoint_id
+
+    @property
+    def epoch(self) -> str | None:
+        return self.joined_epoch
+
+    @property
+    def model(self) -> str | None:
+        return self.report.model if self.report is not None else None
+
+    @property
+    def state(self) -> EndpointState:
+        """Unready beats everything, then draining: neither takes new work."""
+        if not self.reachable or self.joined_epoch is None:
+            return EndpointState.UNREADY
+        if self.drain_requested or (self.report is not None and self.report.draining):
+            return EndpointState.DRAINING
+        return EndpointState.READY if self.compatible else EndpointState.INCOMPATIBLE
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """Exact only while the feed is in sequence; our own routing history counts where hashes mean something."""
+        if self.scheme is None or not self.compatible:
+            return Knowledge.NONE
+        return Knowledge.EXACT if self.feed.in_sequence else Knowledge.APPROXIMATE
+
+    def view(self) -> EndpointView:
+        """The snapshot that routing decides on. Only for an endpoint that has joined."""
+        report = self.report
+        assert report is not None, "routing was shown a worker that never answered"
+        assert self.joined_epoch is not None, "routing was shown a worker that has not joined"
+        blocks, load = report.blocks, report.load
+        return EndpointView(
+            endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model,)),
+            ready=self.state in (EndpointState.READY, EndpointState.INCOMPATIBLE),
+            draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
+            prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
+            blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
+            kv_usage_ratio=blocks.used / blocks.total if blocks.total else 0.0,
+            num_running=load.running, num_waiting=load.waiting, waiting_prefill_tokens=load.waiting_prefill_tokens,
+            running_prefill_tokens=load.running_prefill_tokens, decode_context_tokens=load.decode_context_tokens)
+
+
+class EndpointTable:
+    """Endpoints by id, in the order of the configuration."""
+
+    def __init__(self, workers: tuple[DiscoveredWorker, ...]) -> None:
+        self._endpoints = {worker.endpoint_id: Endpoint(worker) for worker in workers}
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._endpoints.values())
+
+    def get(self, endpoint_id: str) -> Endpoint | None:
+        """The endpoint called so, if there is one."""
+        return self._endpoints.get(endpoint_id)
+
+    def serving(self, model: str) -> list[Endpoint]:
+        """Who may take a new request for this model: the ready ones, or failing those the incompatible ones."""
+        ours = [endpoint for endpoint in self if endpoint.model == model]
+        ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
+        return ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
+
+    def models(self) -> list[str]:
+        """Names of the models that some worker has been seen to serve."""
+        return list(dict.fromkeys(endpoint.model for endpoint in self if endpoint.model is not None))

@@ -1,0 +1,197 @@
+"""How a headstart worker tells about itself: GET /kv, /tokenizer, /kv/snapshot and POST /tokenize.
+
+Owns: the requests and the reading of their answers. Must never: keep state about a worker, or retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from gateway.knowledge.discovery.static import DiscoveredWorker
+from worker.prompt.requests import TokenizeRequest
+from worker.prompt.tokenizer import TokenizerBundle
+from worker.protocol.cache_events import BlockStored, CacheEventError, SnapshotHeader, SnapshotReader
+
+REQUEST_TIMEOUT_S = 5.0
+SNAPSHOT_TIMEOUT_S = 60.0
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+
+
+class WorkerUnreachable(Exception):
+    """Nobody answers. The message names the address."""
+
+
+class WorkerLate(WorkerUnreachable):
+    """No answer within the time limit: gone, or merely busy."""
+
+
+class WorkerNotReady(Exception):
+    """It answers, and says that it is not ready (loading, draining). The message is its own."""
+
+
+class WorkerNotUnderstood(Exception):
+    """Something answers that is not a headstart worker of a version that we can read."""
+
+
+class EventSockets(msgspec.Struct, frozen=True):
+    """Where KV events and their replay are. Addresses as the worker bound them."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str = ""
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    total: int = 0
+    free: int = 0
+    cached: int = 0
+    used: int = 0
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """Sequences and tokens of work in the worker right now."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_prefill_tokens: int = 0
+    running_prefill_tokens: int = 0
+    decode_context_tokens: int = 0
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Measured speeds; 0 while unknown."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
+class WorkerReport(msgspec.Struct, frozen=True):
+    """GET /kv. Unknown fields are ignored, so that a newer worker can be read."""
+
+    engine: str
+    epoch: str
+    model: str
+    hash_scheme: dict[str, Any]
+    hash_scheme_digest: str
+    block_size: int
+    max_context: int
+    events: EventSockets | None = None
+    version: str = ""
+    pid: int | None = None
+    exactness: str = ""
+    kv_cache: str = "full"
+    kv_dtype: str = ""
+    draining: bool = False
+    blocks: BlockCounts = BlockCounts()
+    load: LoadReport = LoadReport()
+    rates: Rates = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The cache as of batch `header.barrier_seq`; later batches apply on top."""
+
+    header: SnapshotHeader
+    blocks: list[BlockStored]
+
+
+_report_decoder = msgspec.json.Decoder(WorkerReport)
+
+
+class HeadstartWorker:
+    """One worker's side channel. The session is shared and owned by the caller."""
+
+    def __init__(self, session: aiohttp.ClientSession, worker: DiscoveredWorker, worker_token: str) -> None:
+        self._session = session
+        self.worker = worker
+        self._headers = {"x-headstart-worker-token": worker_token} if worker_token else {}
+        if worker.api_key:
+            self._headers["Authorization"] = f"Bearer {worker.api_key}"
+
+    async def report(self) -> WorkerReport:
+        """GET /kv."""
+        async with self._request("GET", "/kv") as response:
+            body = await _bounded_body(response, MAX_ANSWER_BYTES)
+        try:
+            return _report_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise WorkerNotUnderstood(f"{self.worker.url}/kv: {error}; is this a headstart worker?") from error
+
+    async def tokenizer(self) -> TokenizerBundle:
+        """GET /tokenizer."""
+        async with self._request("GET", "/tokenizer", timeout_s=SNAPSHOT_TIMEOUT_S) as response:
+            body = await _bounded_body(response, MAX_TOKENIZER_BYTES)
+        try:
+            return await asyncio.to_thread(TokenizerBundle.from_wire, body)
+        except ValueError as error:
+            raise WorkerNotUnderstood(f"{self.worker.url}/tokenizer: {error}") from error
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """POST /tokenize: how the worker itself renders and tokenises."""
+        payload = orjson.dumps({
+            "model": request.model, "prompt": request.prompt, "messages": request.messages,
+            "add_special_tokens": request.add_special_tokens, "add_generation_prompt": request.add_generation_prompt})
+        async with self._request("POST", "/tokenize", body=payload) as response:
+            body = await _bounded_body(response, MAX_ANSWER_BYTES)
+        try:
+            return [int(token) for token in orjson.loads(body)["tokens"]]
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise WorkerNotUnderstood(f"{self.worker.url}/tokenize: the answer has no token list") from error
+
+    async def snapshot(self) -> Snapshot:
+        """GET /kv/snapshot: what the worker's cache holds, parents before children."""
+        reader = SnapshotReader()
+        blocks: list[BlockStored] = []
+        try:
+            async with self._request("GET", "/kv/snapshot", timeout_s=SNAPSHOT_TIMEOUT_S) as response:
+                async for data in response.content.iter_any():
+                    blocks += reader.feed(data)
+            reader.close()
+        except CacheEventError as error:
+            raise WorkerNotUnderstood(f"{self.worker.url}/kv/snapshot: {error}") from error
+        assert reader.header is not None, "a snapshot that closed well has a header"
+        return Snapshot(reader.header, blocks)
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, *, body: bytes | None = None,
+                       timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = f"{self.worker.url}{path}"
+        headers = {**self._headers, "Content-Type": "application/json"} if body is not None else self._headers
+        try:
+            async with asyncio.timeout(timeout_s), self._session.request(
+                    method, url, data=body, headers=headers, ssl=self.worker.ssl_context or True,
+                    allow_redirects=False) as response:
+                if response.status == 503:
+                    raise WorkerNotReady(_message_of(await response.content.read(MAX_ANSWER_BYTES)))
+                if response.status != 200:
+                    raise WorkerNotUnderstood(f"{url} answered {response.status}; is this a headstart worker?")
+                yield response
+        except TimeoutError as late:
+            raise WorkerLate(f"{url} did not answer within {timeout_s:g} s") from late
+        except (aiohttp.ClientError, OSError) as lost:
+            raise WorkerUnreachable(f"{url} cannot be reached: {lost or type(lost).__name__}") from lost
+
+
+async def _bounded_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > limit_bytes:
+            raise WorkerNotUnderstood(f"{response.url} answered more than {limit_bytes} bytes")
+    return bytes(body)
+
+
+def _message_of(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "not ready"

@@ -1,0 +1,287 @@
+"""One worker's KV events, followed without a hole: subscribe, snapshot, then every later batch in order.
+
+Owns: two ZeroMQ sockets and the worker's FeedStatus. Writes the index only through the IndexWriter.
+Must never: apply a batch out of order, or call knowledge exact while a batch is missing.
+
+A hole is filled from the worker's replay socket, or, when that no longer reaches back far enough, by a new snapshot.
+Another epoch, a number going backwards or a lost connection end this life of the feed: knowledge is inexact at once,
+and everything starts over with a snapshot that replaces what the index believed.
+A feed that hears nothing asks for a replay from time to time, so that a message lost before a long silence is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.asyncio import Context, Socket
+from zmq.utils.monitor import parse_monitor_message
+
+from gateway.knowledge.endpoint_table import FeedStatus
+from gateway.knowledge.engines.headstart import (
+    EventSockets,
+    HeadstartWorker,
+    WorkerNotReady,
+    WorkerNotUnderstood,
+    WorkerUnreachable,
+)
+from gateway.knowledge.feed_sequence import FeedSequence, Verdict
+from gateway.knowledge.index_writer import IndexWriter, NumberedBatch
+from worker.protocol.block_hash import HashScheme
+from worker.protocol.cache_events import (
+    BlockRemoved,
+    CacheEventError,
+    EventBatch,
+    ReplayEnd,
+    decode_batch,
+    encode_replay_request,
+    parse_live_message,
+    parse_replay_reply,
+)
+from worker.protocol.logs import get_logger
+
+CONNECT_TIMEOUT_S = 10.0
+REPLAY_IDLE_S = 2.0
+MAX_REPLAY_BATCHES = 20_000
+QUIET_CHECK_S = 5.0
+BATCHES_PER_TURN = 32
+RECEIVE_HIGH_WATER_MARK = 100_000
+FIRST_RETRY_S = 0.2
+MAX_RETRY_S = 5.0
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_log = get_logger(__name__)
+
+
+class FeedBroken(Exception):
+    """This life of the feed has ended; the message says why."""
+
+
+class EventFeed:
+    """Follows one epoch's event sockets until cancelled. `worker_url` gives the host where a socket says 0.0.0.0."""
+
+    def __init__(self, worker: HeadstartWorker, sockets: EventSockets, scheme: HashScheme, writer: IndexWriter,
+                 status: FeedStatus) -> None:
+        self._worker = worker
+        self._endpoint_id = worker.worker.endpoint_id
+        self._topic = sockets.topic
+        self._live_address = reachable_address(sockets.endpoint, worker.worker.url)
+        self._replay_address = reachable_address(sockets.replay_endpoint, worker.worker.url)
+        self._scheme = scheme
+        self._writer = writer
+        self._status = status
+        self._sequence = FeedSequence(None, 0)
+
+    async def run(self, context: Context) -> None:
+        """Follow, and start over when broken, with growing pauses."""
+        pause_s = FIRST_RETRY_S
+        while True:
+            began_at = time.monotonic()
+            try:
+                await self._follow(context)
+            except (FeedBroken, WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
+                self._status.detail = str(why)
+                _log.info("event_feed_broken", worker=self._endpoint_id, reason=str(why))
+            finally:
+                self._status.in_sequence = False
+            if time.monotonic() - began_at > MAX_RETRY_S:
+                pause_s = FIRST_RETRY_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _follow(self, context: Context) -> None:
+        with _socket(context, zmq.SUB) as live:
+            live.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+            live.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
+            monitor = live.get_monitor_socket(_WATCHED)
+            try:
+                live.connect(self._live_address)
+                await self._await_handshake(monitor)
+                await self._resync()
+                await _first_of(self._consume(live, context), _await_disconnect(monitor))
+            finally:
+                live.disable_monitor()
+
+    async def _await_handshake(self, monitor: Socket) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                while await _next_event(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    pass
+        except TimeoutError as late:
+            raise FeedBroken(f"no event socket answers at {self._live_address}; "
+                             "is --events-host reachable from the gateway?") from late
+
+    async def _resync(self) -> None:
+        """Replace what the index believes by the worker's snapshot; batches after its barrier follow."""
+        self._status.in_sequence = False
+        snapshot = await self._worker.snapshot()
+        header = snapshot.header
+        if header.hash_scheme_digest != self._scheme.digest():
+            raise FeedBroken("the snapshot is of another hash scheme: the worker was restarted with other settings")
+        await self._writer.restart(self._endpoint_id, self._scheme, header.epoch, snapshot.blocks)
+        self._sequence = FeedSequence(header.epoch, header.barrier_seq + 1)
+        self._status.num_resyncs += 1
+
+    async def _consume(self, live: Socket, context: Context) -> None:
+        # What was published between the snapshot and the moment our subscription took effect is in the replay.
+        await self._replay(context)
+        while True:
+            try:
+                async with asyncio.timeout(QUIET_CHECK_S):
+                    messages = await _receive_some(live)
+            except TimeoutError:
+                await self._check_quiet(context)
+                continue
+            await self._take(messages, context)
+
+    async def _take(self, messages: Sequence[list[bytes]], context: Context) -> None:
+        """Apply the messages that come next, in one change; replay in front of the first that does not."""
+        ready: list[NumberedBatch] = []
+        for frames in messages:
+            seq, batch = self._decode(frames)
+            verdict = self._sequence.judge(seq, batch.epoch)
+            if verdict is Verdict.GAP:
+                self._status.in_sequence = False
+                self._status.num_gaps += 1
+                await self._apply(ready)
+                ready = []
+                await self._replay(context)
+                verdict = self._sequence.judge(seq, batch.epoch)
+            if verdict is Verdict.NEXT:
+                self._sequence.applied(seq)
+                ready.append(NumberedBatch(seq, batch))
+            elif verdict is Verdict.DUPLICATE:
+                self._status.num_duplicates += 1
+            else:
+                raise FeedBroken("the worker began another life" if verdict is Verdict.RESTART
+                                 else f"batches before {seq} stay missing")
+        await self._apply(ready)
+
+    async def _apply(self, batches: Sequence[NumberedBatch]) -> None:
+        if not batches:
+            return
+        await self._writer.apply(self._endpoint_id, batches)
+        self._status.num_applied_batches += len(batches)
+        self._status.num_evicted_blocks += _num_removed(batches)
+        self._status.lag_s = max(0.0, time.time() - batches[-1].batch.ts)
+
+    async def _check_quiet(self, context: Context) -> None:
+        before = self._sequence.next_seq
+        await self._replay(context)
+        if self._sequence.next_seq != before:
+            self._status.num_gaps += 1  # the live socket never told us of these
+
+    async def _replay(self, context: Context) -> None:
+        """Apply everything from the next number on; a new snapshot when the worker no longer has it."""
+        self._status.num_replays += 1
+        batches: list[NumberedBatch] = []
+        async for seq, payload in self._replayed(context, self._sequence.next_seq):
+            batch = self._decode_payload(payload)
+            verdict = self._sequence.judge(seq, batch.epoch)
+            if verdict is Verdict.RESTART:
+                raise FeedBroken("the worker began another life")
+            if verdict is Verdict.GAP:
+                await self._resync()  # what we miss has left the worker's ring; later ones may still follow
+                batches.clear()
+                verdict = self._sequence.judge(seq, batch.epoch)
+            if verdict is Verdict.NEXT:
+                self._sequence.applied(seq)
+                batches.append(NumberedBatch(seq, batch))
+        await self._apply(batches)
+        self._status.in_sequence = True
+        self._status.detail = ""
+
+    async def _replayed(self, context: Context, start_seq: int) -> AsyncIterator[tuple[int, bytes]]:
+        with _socket(context, zmq.DEALER) as dealer:
+            dealer.connect(self._replay_address)
+            await dealer.send_multipart(encode_replay_request(start_seq))
+            for _ in range(MAX_REPLAY_BATCHES):
+                try:
+                    async with asyncio.timeout(REPLAY_IDLE_S):
+                        frames = await dealer.recv_multipart()
+                except TimeoutError as late:
+                    raise FeedBroken(f"no replay from {self._replay_address}") from late
+                with self._reading("a replayed batch"):
+                    reply = parse_replay_reply(frames)
+                if isinstance(reply, ReplayEnd):
+                    return
+                yield reply.seq, reply.payload
+            raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
+
+    def _decode(self, frames: list[bytes]) -> tuple[int, EventBatch]:
+        with self._reading("an event message"):
+            message = parse_live_message(frames)
+        return message.seq, self._decode_payload(message.payload)
+
+    def _decode_payload(self, payload: bytes) -> EventBatch:
+        with self._reading("an event batch"):
+            return decode_batch(payload)
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """What cannot be read is a hole like any other: this life of the feed ends and a snapshot fills it."""
+        try:
+            yield
+        except CacheEventError as error:
+            self._status.num_undecodable += 1
+            raise FeedBroken(f"{what} cannot be read: {error}") from error
+
+
+def reachable_address(address: str, worker_url: str) -> str:
+    """The address to connect to: a socket bound to every interface is reached where the worker's HTTP side is."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or host not in ("*", "0.0.0.0", "[::]"):
+        return address
+    worker_host = urlsplit(worker_url).hostname or "127.0.0.1"
+    return f"tcp://[{worker_host}]:{port}" if ":" in worker_host else f"tcp://{worker_host}:{port}"
+
+
+@contextlib.contextmanager
+def _socket(context: Context, kind: int) -> Iterator[Socket]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    try:
+        yield socket
+    finally:
+        socket.close(0)
+
+
+async def _first_of(*watchers: Coroutine[None, None, None]) -> None:
+    """Run until one of them ends, which it does by raising; then stop the others."""
+    tasks = [asyncio.create_task(watcher) for watcher in watchers]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _receive_some(live: Socket) -> list[list[bytes]]:
+    """At least one message, and up to BATCHES_PER_TURN of those that are there already."""
+    messages = [await live.recv_multipart()]
+    with contextlib.suppress(zmq.Again):
+        while len(messages) < BATCHES_PER_TURN:
+            messages.append(await live.recv_multipart(zmq.NOBLOCK))
+    return messages
+
+
+async def _next_event(monitor: Socket) -> int:
+    return int(parse_monitor_message(await monitor.recv_multipart())["event"])
+
+
+async def _await_disconnect(monitor: Socket) -> None:
+    while await _next_event(monitor) != zmq.EVENT_DISCONNECTED:
+        pass
+    raise FeedBroken("the worker closed its event socket")
+
+
+def _num_removed(batches: Sequence[NumberedBatch]) -> int:
+    return sum(len(event.block_hashes) for numbered in batches for event in numbered.batch.events
+               if isinstance(event, BlockRemoved))

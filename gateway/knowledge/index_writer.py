@@ -1,0 +1,112 @@
+"""The one task that writes confirmed blocks into the prefix index.
+
+Owns: an event applier per endpoint, and the order in which changes happen. Feeds hand changes in and wait for them:
+each has at most one under way, and the sockets' own limits do the rest.
+Must never: hold the loop for longer than a turn's worth of blocks, or judge sequence numbers (feed_sequence does).
+Speculative entries are not its business: the router writes them when it books, and they expire by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from gateway.routing.event_applier import EventApplier
+from gateway.routing.prefix_index import PrefixIndex
+from worker.protocol.block_hash import HashScheme
+from worker.protocol.cache_events import BlockStored, CacheEvent, EventBatch
+
+MAX_QUEUED_CHANGES = 1024
+EVENTS_PER_TURN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedBatch:
+    """A decoded batch and its sequence number."""
+
+    seq: int
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """With `batches`: apply them. Otherwise forget the endpoint and, with `restart`, begin anew from its blocks."""
+
+    endpoint_id: str
+    done: asyncio.Future[None]
+    restart: tuple[HashScheme, str, Sequence[BlockStored]] | None = None
+    batches: Sequence[NumberedBatch] = ()
+
+
+class IndexWriter:
+    """`run()` is the task; the other methods are for feeds and return once their change is in the index."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._appliers: dict[str, EventApplier] = {}
+        self._changes: asyncio.Queue[_Change] = asyncio.Queue(MAX_QUEUED_CHANGES)
+
+    async def restart(self, endpoint_id: str, scheme: HashScheme, epoch: str, blocks: Sequence[BlockStored]) -> None:
+        """Forget all that this endpoint held and believe this snapshot instead."""
+        await self._submit(_Change(endpoint_id, _new_future(), restart=(scheme, epoch, blocks)))
+
+    async def apply(self, endpoint_id: str, batches: Sequence[NumberedBatch]) -> None:
+        """Apply batches, in this order, to the life begun by restart()."""
+        await self._submit(_Change(endpoint_id, _new_future(), batches=batches))
+
+    async def forget(self, endpoint_id: str) -> None:
+        """The endpoint holds nothing any more."""
+        await self._submit(_Change(endpoint_id, _new_future()))
+
+    async def run(self) -> None:
+        """Apply changes one after another, for ever."""
+        while True:
+            change = await self._changes.get()
+            try:
+                await self._perform(change)
+            except Exception as error:
+                # The feed that sent it starts over with a snapshot; the other feeds go on.
+                if not change.done.done():
+                    change.done.set_exception(error)
+            else:
+                if not change.done.done():  # the feed may have been cancelled meanwhile
+                    change.done.set_result(None)
+
+    async def _submit(self, change: _Change) -> None:
+        await self._changes.put(change)
+        await change.done
+
+    async def _perform(self, change: _Change) -> None:
+        if change.batches:
+            await self._apply_batches(self._appliers[change.endpoint_id], change.batches)
+            return
+        self._appliers.pop(change.endpoint_id, None)
+        self._index.purge(change.endpoint_id)
+        if change.restart is not None:
+            scheme, epoch, blocks = change.restart
+            applier = EventApplier(self._index, change.endpoint_id, scheme, epoch)
+            self._appliers[change.endpoint_id] = applier
+            for events in _slices(blocks):
+                applier.apply_events(events)
+                await asyncio.sleep(0)
+
+    async def _apply_batches(self, applier: EventApplier, batches: Sequence[NumberedBatch]) -> None:
+        since_breath = 0
+        for numbered in batches:
+            applier.apply(numbered.batch, numbered.seq)
+            since_breath += len(numbered.batch.events)
+            if since_breath >= EVENTS_PER_TURN:
+                since_breath = 0
+                await asyncio.sleep(0)
+
+
+def _new_future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _slices(blocks: Sequence[BlockStored]) -> Iterator[list[CacheEvent]]:
+    rest = iter(blocks)
+    while part := list(islice(rest, EVENTS_PER_TURN)):
+        yield list[CacheEvent](part)

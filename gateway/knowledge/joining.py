@@ -1,0 +1,120 @@
+"""What happens once in each life of a worker before it gets requests: are its tokens ours, and how does it hash?
+
+Owns: the reference of each model (the first worker's tokenizer and template), and the verdict on every later worker.
+Must never: write the endpoint table.
+
+The reference stays for as long as any other worker serves with it. A worker that joins when none does becomes the new
+reference, so that a model can be moved to another template by replacing its workers one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from gateway.knowledge import parity
+from gateway.knowledge.endpoint_table import EndpointState, EndpointTable
+from gateway.knowledge.engines.headstart import HeadstartWorker, WorkerReport
+from gateway.knowledge.parity import ParityReport
+from worker.prompt.renderer import PromptRenderer
+from worker.prompt.requests import TokenizeRequest
+from worker.prompt.tokenizer import TokenizerBundle
+from worker.protocol.api_error import ApiError
+from worker.protocol.block_hash import HashScheme
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReference:
+    """How this gateway renders and tokenises for a model, and whose files it does that with."""
+
+    model: str
+    endpoint_id: str
+    renderer: PromptRenderer
+
+    @property
+    def bundle(self) -> TokenizerBundle:
+        """Tokenizer, template and special tokens."""
+        return self.renderer.bundle
+
+    def agrees_with(self, bundle: TokenizerBundle) -> bool:
+        """Whether these files give the same tokens for every request."""
+        ours = self.bundle
+        return (ours.tokenizer_digest, ours.template_digest) == (bundle.tokenizer_digest, bundle.template_digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The verdict on one life of a worker. `scheme` is None when its hashes cannot be computed here."""
+
+    epoch: str
+    scheme: HashScheme | None
+    compatible: bool
+    parity: ParityReport
+    detail: str
+
+
+class Joining:
+    """References by model; at most as many as there are workers."""
+
+    def __init__(self, table: EndpointTable) -> None:
+        self._table = table
+        self._references: dict[str, ModelReference] = {}
+
+    def reference(self, model: str) -> ModelReference | None:
+        """How to tokenise for this model; None before its first worker joined."""
+        return self._references.get(model)
+
+    async def join(self, worker: HeadstartWorker, report: WorkerReport) -> Joined:
+        """Fetch its files, compare, probe. Raises what HeadstartWorker raises."""
+        bundle = await worker.tokenizer()
+        reference = await self._settle_reference(worker.worker.endpoint_id, report.model, bundle)
+        probe = await self._probe(worker, reference)
+        same_files = reference.agrees_with(bundle)
+        scheme, detail = _read_scheme(report)
+        if not same_files:
+            detail = f"its tokenizer or chat template is not the one of {reference.endpoint_id}"
+        elif not probe.ok:
+            detail = f"it tokenises differently from the gateway at position {probe.position}"
+        return Joined(report.epoch, scheme, same_files and probe.ok, probe, detail)
+
+    async def _settle_reference(self, endpoint_id: str, model: str, bundle: TokenizerBundle) -> ModelReference:
+        current = self._references.get(model)
+        if current is not None and (current.agrees_with(bundle) or self._is_served_by_others(model, endpoint_id)):
+            return current
+        renderer = await asyncio.to_thread(PromptRenderer, bundle)
+        if self._references.get(model) is current:  # nobody else became it while the tokenizer was loading
+            self._references[model] = ModelReference(model, endpoint_id, renderer)
+        return self._references[model]
+
+    def _is_served_by_others(self, model: str, endpoint_id: str) -> bool:
+        serving = (EndpointState.READY, EndpointState.DRAINING)
+        return any(other.model == model and other.state in serving
+                   for other in self._table if other.endpoint_id != endpoint_id)
+
+    async def _probe(self, worker: HeadstartWorker, reference: ModelReference) -> ParityReport:
+        try:
+            request = _chat_probe(reference.model)
+            ours = await asyncio.to_thread(reference.renderer.tokenize, request)
+        except ApiError:  # no template, or one that refuses the conversation: compare the tokenizers alone
+            request = _text_probe(reference.model)
+            ours = await asyncio.to_thread(reference.renderer.tokenize, request)
+        return parity.compare(ours, await worker.tokenize(request))
+
+
+def _chat_probe(model: str) -> TokenizeRequest:
+    return TokenizeRequest(model=model, prompt=None, messages=parity.PROBE_MESSAGES, add_special_tokens=False)
+
+
+def _text_probe(model: str) -> TokenizeRequest:
+    text = "\n".join(message["content"] for message in parity.PROBE_MESSAGES)
+    return TokenizeRequest(model=model, prompt=text, messages=None, add_special_tokens=True)
+
+
+def _read_scheme(report: WorkerReport) -> tuple[HashScheme | None, str]:
+    try:
+        scheme = HashScheme.from_wire(report.hash_scheme)
+    except ValueError as error:
+        return None, str(error)
+    if scheme.digest() != report.hash_scheme_digest:
+        return None, "its hash scheme's digest is not the one computed here: run worker and gateway of one version"
+    return scheme, ""

@@ -1,0 +1,196 @@
+"""Health, load and lives of the workers: one watcher per worker looks, one keeper writes the endpoint table.
+
+Owns: the poll's pace, the endpoint table's contents, and which event feed follows which life of a worker.
+Must never: route, or take a worker for dead because one answer was late (an unreachable one is another matter).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import aiohttp
+from zmq.asyncio import Context
+
+from gateway.knowledge.discovery.static import DiscoveredWorker
+from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
+from gateway.knowledge.engines.headstart import (
+    HeadstartWorker,
+    WorkerLate,
+    WorkerNotReady,
+    WorkerNotUnderstood,
+    WorkerReport,
+    WorkerUnreachable,
+)
+from gateway.knowledge.event_feed import EventFeed
+from gateway.knowledge.index_writer import IndexWriter
+from gateway.knowledge.joining import Joined, Joining
+from worker.protocol.block_hash import HashScheme
+from worker.protocol.logs import get_logger
+
+MAX_BACKOFF_S = 5.0
+LATE_ANSWERS_TOLERATED = 2
+MAX_QUEUED_OBSERVATIONS = 1024
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one look at a worker found. `report` None: it is not to be used, and `detail` says why."""
+
+    endpoint_id: str
+    report: WorkerReport | None
+    detail: str = ""
+    joined: Joined | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator wants no more new work sent there, for this life of the worker."""
+
+    endpoint_id: str
+
+
+class WorkerPoll:
+    """Starts the watchers and the keeper; `aclose()` stops them. Needs a running loop."""
+
+    def __init__(self, table: EndpointTable, joining: Joining, writer: IndexWriter, *, session: aiohttp.ClientSession,
+                 worker_token: str, health_interval_s: float) -> None:
+        self._table = table
+        self._joining = joining
+        self._writer = writer
+        self._interval_s = health_interval_s
+        self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
+                          for endpoint in table}
+        self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
+        self._inbox: asyncio.Queue[Observation | DrainRequested] = asyncio.Queue(MAX_QUEUED_OBSERVATIONS)
+        self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._context = Context()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._tasks.append(asyncio.create_task(self._keep(), name="endpoint-keeper"))
+        self._tasks += [asyncio.create_task(self._watch(adapter), name=f"watch-{endpoint_id}")
+                        for endpoint_id, adapter in self._adapters.items()]
+
+    def nudge(self, endpoint_id: str) -> None:
+        """Look at this worker now rather than at the next interval: a request has just failed there."""
+        if endpoint_id in self._nudges:
+            self._nudges[endpoint_id].set()
+
+    async def request_drain(self, endpoint_id: str) -> None:
+        """See DrainRequested."""
+        await self._inbox.put(DrainRequested(endpoint_id))
+
+    async def aclose(self) -> None:
+        """Stop everything and close the event sockets."""
+        await _cancel_all([*self._tasks, *self._feeds.values()])
+        self._context.destroy(linger=0)
+
+    async def _watch(self, adapter: HeadstartWorker) -> None:
+        failures = 0
+        nudge = self._nudges[adapter.worker.endpoint_id]
+        while True:
+            nudge.clear()
+            try:
+                seen = await self._look(adapter)
+            except WorkerLate as late:
+                failures += 1
+                if failures > LATE_ANSWERS_TOLERATED:
+                    await self._inbox.put(Observation(adapter.worker.endpoint_id, None, str(late)))
+            else:
+                failures = failures + 1 if seen.report is None else 0
+                await self._inbox.put(seen)
+            pause_s = min(self._interval_s * 2 ** max(0, failures - 1), MAX_BACKOFF_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await nudge.wait()
+
+    async def _look(self, adapter: HeadstartWorker) -> Observation:
+        endpoint_id = adapter.worker.endpoint_id
+        endpoint = self._table.get(endpoint_id)
+        assert endpoint is not None, "a watcher outlived its endpoint"
+        try:
+            report = await adapter.report()
+            joined = None if report.epoch == endpoint.joined_epoch else await self._joining.join(adapter, report)
+        except WorkerLate:
+            raise
+        except (WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
+            return Observation(endpoint_id, None, str(why))
+        except Exception as error:
+            _log.exception("worker_poll_failed", worker=endpoint_id)
+            return Observation(endpoint_id, None, f"the poll failed: {error!r}")
+        return Observation(endpoint_id, report, joined=joined)
+
+    async def _keep(self) -> None:
+        while True:
+            note = await self._inbox.get()
+            endpoint = self._table.get(note.endpoint_id)
+            if endpoint is None:
+                continue
+            before = endpoint.state, endpoint.detail
+            if isinstance(note, DrainRequested):
+                endpoint.drain_requested = True
+            else:
+                await self._record(endpoint, note)
+            if (endpoint.state, endpoint.detail) != before:
+                _log_state(endpoint)
+
+    async def _record(self, endpoint: Endpoint, seen: Observation) -> None:
+        endpoint.reachable = seen.report is not None
+        if seen.report is None:
+            endpoint.detail = seen.detail
+            return
+        endpoint.report = seen.report
+        if seen.joined is not None:
+            await self._begin_life(endpoint, seen.joined)
+        elif endpoint.compatible:
+            endpoint.detail = ""
+
+    async def _begin_life(self, endpoint: Endpoint, joined: Joined) -> None:
+        """Forget the worker's former life, then follow this one."""
+        if feed := self._feeds.pop(endpoint.endpoint_id, None):
+            await _cancel_all([feed])
+        await self._writer.forget(endpoint.endpoint_id)
+        endpoint.joined_epoch = joined.epoch
+        endpoint.scheme = joined.scheme
+        endpoint.compatible = joined.compatible
+        endpoint.parity = joined.parity
+        endpoint.detail = joined.detail
+        endpoint.drain_requested = False
+        if joined.scheme is not None and joined.compatible:
+            self._follow(endpoint, joined.scheme)
+
+    def _follow(self, endpoint: Endpoint, scheme: HashScheme) -> None:
+        assert endpoint.report is not None
+        sockets = endpoint.report.events
+        if sockets is None:
+            return
+        feed = EventFeed(self._adapters[endpoint.endpoint_id], sockets, scheme, self._writer, endpoint.feed)
+        self._feeds[endpoint.endpoint_id] = asyncio.create_task(feed.run(self._context),
+                                                                name=f"feed-{endpoint.endpoint_id}")
+
+
+def new_table(workers: Iterable[DiscoveredWorker]) -> EndpointTable:
+    """A table of workers of which nothing is known yet."""
+    return EndpointTable(tuple(workers))
+
+
+def _log_state(endpoint: Endpoint) -> None:
+    facts = {"worker": endpoint.endpoint_id, "url": endpoint.worker.url, "state": endpoint.state.value,
+             "epoch": endpoint.epoch, "model": endpoint.model}
+    if endpoint.state is EndpointState.READY:
+        _log.info("worker_ready", **facts)
+    else:
+        _log.warning("worker_" + endpoint.state.value, **facts, reason=endpoint.detail,
+                     remedy="start the worker, or correct --worker; the gateway keeps trying"
+                     if endpoint.state is EndpointState.UNREADY else None)
+
+
+async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
