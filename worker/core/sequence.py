@@ -16,8 +16,11 @@ from worker.protocol.block_hash import ExtraKey
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When a sequence ends. `ignore_eos` takes the model's own end tokens out, never the request's stop tokens;
-    no stop counts before `min_tokens` outputs are there."""
+    """When a sequence ends. `ignore_eos` takes the model's own end tokens out, never the request's stop tokens.
+
+    The first `min_tokens` outputs can never be ending tokens: they are banned there, and do not end the sequence
+    should one come nevertheless.
+    """
 
     max_new_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
@@ -32,7 +35,7 @@ class StopRule:
 
     def reason(self, num_output_tokens: int, last_token_id: int) -> FinishReason | None:
         """Whether the sequence ends with this token, its `num_output_tokens`-th."""
-        if num_output_tokens >= self.min_tokens and last_token_id in self.ending_token_ids:
+        if num_output_tokens > self.min_tokens and last_token_id in self.ending_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_output_tokens >= self.max_new_tokens else None
 
@@ -62,13 +65,20 @@ class Sequence:
         self.chain: ContentChain | None = None  # set at submission; None for ever where the pool does not cache
 
         self.num_cached_tokens: int | None = None  # None until first admitted; then 0 <= cached <= prompt - 1
-        self.num_first_computed_tokens = 0  # positions computed for the first time
-        self.num_recomputed_tokens = 0  # positions computed again after a preemption
+        self.num_computed_positions = 0  # all work done for it: a position counts each time it is computed
+        self.num_recomputed_tokens = 0  # of these, positions computed again after a preemption
         self.num_preemptions = 0
+        self.num_lost_tokens = 0  # positions computed before a preemption that may have to be computed again
+        self.num_uncached_tokens = self.num_prompt_tokens  # while it waits: prefill work it stands for, as last seen
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens_max(self) -> int:
+        """The longest it can become."""
+        return self.num_prompt_tokens + self.stop_rule.max_new_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -92,6 +102,35 @@ class Sequence:
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Tokens the sampler must not choose next: the ending ones, until `min_tokens` are out."""
-        if self.num_output_tokens + 1 >= max(1, self.stop_rule.min_tokens):
-            return frozenset()
-        return self.stop_rule.ending_token_ids
+        banning = self.num_output_tokens < self.stop_rule.min_tokens
+        return self.stop_rule.ending_token_ids if banning else frozenset()
+
+    def append(self, token_id: int) -> None:
+        """One more output token; its K/V come with the next step."""
+        self.token_ids.append(token_id)
+        if self.chain is not None:
+            self.chain.append((token_id,))
+
+    def take_matched(self, block_ids: list[int], block_size: int) -> None:
+        """Begin behind cached blocks. A full hit holds them all and computes its last position again, for logits."""
+        assert not self.block_table, "a sequence begins without blocks"
+        self.block_table = block_ids
+        self.num_sealed_blocks = len(block_ids)
+        self.num_computed_tokens = min(len(block_ids) * block_size, self.num_tokens - 1)
+
+    def advance(self, num_positions: int) -> int:
+        """`num_positions` more have K/V now. How many of these had been computed before a preemption."""
+        start = self.num_computed_tokens
+        self.num_computed_tokens += num_positions
+        num_again = max(0, min(self.num_computed_tokens, self.num_lost_tokens) - start)
+        if self.num_computed_tokens >= self.num_lost_tokens:
+            self.num_lost_tokens = 0
+        self.num_computed_positions += num_positions
+        self.num_recomputed_tokens += num_again
+        return num_again
+
+    def drop_blocks(self) -> None:
+        """The blocks are the pool's again."""
+        self.block_table = []
+        self.num_computed_tokens = 0
+        self.num_sealed_blocks = 0

@@ -1,0 +1,102 @@
+"""Holds a waiting sequence back while a running one computes the very block it needs next.
+
+Owns who is held, for whom and for how long. Holding is only ever a delay: when the leader has sealed the blocks both
+need, or has left, or the bound is reached, the sequence goes ahead by itself. It never looks into the pool.
+
+Two sequences need the same block when its content (hash, tokens, extra keys) is equal and its parent is the same
+block; the hash alone is a hint. Known approximation: the leader's speed does not matter, the follower waits for all
+that they share. Chasing a leader block by block within its prefill is not done here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from worker.core.sequence import Sequence
+
+# Scheduling passes that one sequence may be held in all, whatever its leaders do.
+MAX_HELD_STEPS = 1024
+
+
+@dataclass(slots=True)
+class _Hold:
+    leader: Sequence
+    until_block: int
+    num_steps: int
+
+
+class TwinGate:
+    """Asked for each waiting sequence in each scheduling pass."""
+
+    def __init__(self, max_held_steps: int = MAX_HELD_STEPS) -> None:
+        self._max_held_steps = max_held_steps
+        self._holds: dict[int, _Hold] = {}
+        self._computing: defaultdict[int, list[Sequence]] = defaultdict(list)
+
+    def begin_pass(self, running: Iterable[Sequence]) -> None:
+        """Note which block each running sequence computes next."""
+        self._computing.clear()
+        for sequence in running:
+            self.add_leader(sequence)
+
+    def add_leader(self, sequence: Sequence) -> None:
+        """A sequence admitted in this pass leads the twins behind it."""
+        chain, index = sequence.chain, sequence.num_sealed_blocks
+        if chain is not None and index < len(chain.blocks):
+            self._computing[chain.blocks[index].block_hash].append(sequence)
+
+    def still_held(self, sequence: Sequence, running: Collection[int]) -> bool:
+        """Whether the leader found in an earlier pass is still at it. O(1): this is the common answer."""
+        hold = self._holds.get(sequence.seq_id)
+        if hold is None or hold.num_steps >= self._max_held_steps:
+            return False
+        if hold.leader.seq_id not in running or hold.leader.num_sealed_blocks >= hold.until_block:
+            return False
+        hold.num_steps += 1
+        return True
+
+    def hold(self, sequence: Sequence, matched_block_ids: tuple[int, ...]) -> int | None:
+        """Hold the sequence back if a running one computes its next unmatched block.
+
+        Returns how many leading blocks it will find sealed when the leader is done, or None when it should go ahead.
+        """
+        leader = self._leader(sequence, matched_block_ids)
+        earlier = self._holds.get(sequence.seq_id)
+        num_steps = 0 if earlier is None else earlier.num_steps
+        if leader is None or num_steps >= self._max_held_steps:
+            return None
+        until_block = _num_shared(sequence, leader, len(matched_block_ids))
+        self._holds[sequence.seq_id] = _Hold(leader, until_block, num_steps + 1)
+        return until_block
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence was admitted or has ended."""
+        self._holds.pop(sequence.seq_id, None)
+
+    def _leader(self, sequence: Sequence, matched_block_ids: tuple[int, ...]) -> Sequence | None:
+        index = len(matched_block_ids)
+        if sequence.chain is None or index >= len(sequence.chain.blocks):
+            return None
+        content = sequence.chain.blocks[index]
+        for leader in self._computing.get(content.block_hash, ()):
+            assert leader.chain is not None
+            if leader.num_sealed_blocks != index or leader.chain.blocks[index] != content:
+                continue
+            if index == 0 or leader.block_table[index - 1] == matched_block_ids[-1]:
+                return leader
+        return None
+
+
+def _num_shared(sequence: Sequence, leader: Sequence, start: int) -> int:
+    """How many leading blocks both have in common, given that they agree up to and including block `start`."""
+    assert sequence.chain is not None
+    assert leader.chain is not None
+    pairs = zip(sequence.chain.blocks[start:], leader.chain.blocks[start:], strict=False)
+    num_equal = start
+    for ours, theirs in pairs:
+        if ours != theirs:
+            break
+        num_equal += 1
+    return num_equal
