@@ -111,12 +111,12 @@ class Sequence:
         if self.chain is not None:
             self.chain.append((token_id,))
 
-    def take_matched(self, block_ids: list[int], block_size: int) -> None:
+    def take_matched(self, block_ids: Iterable[int], block_size: int) -> None:
         """Begin behind cached blocks. A full hit holds them all and computes its last position again, for logits."""
         assert not self.block_table, "a sequence begins without blocks"
-        self.block_table = block_ids
-        self.num_sealed_blocks = len(block_ids)
-        self.num_computed_tokens = min(len(block_ids) * block_size, self.num_tokens - 1)
+        self.block_table = list(block_ids)
+        self.num_sealed_blocks = len(self.block_table)
+        self.num_computed_tokens = min(self.num_sealed_blocks * block_size, self.num_tokens - 1)
 
     def advance(self, num_positions: int) -> int:
         """`num_positions` more have K/V now. How many of these had been computed before a preemption."""
