@@ -1,0 +1,48 @@
+"""An endpoint: what routing knows about one worker process at one instant.
+
+Owns the snapshot type, no state. Written by the worker poll, read by the picker; it must never hold a socket or a
+task. The figures are as old as the last poll: what was routed since then is in the load ledger, and cost.py takes the
+larger of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Knowledge(StrEnum):
+    """How the prefix index learns about this endpoint's cache."""
+
+    EXACT = "exact"              # its events, in sequence
+    APPROXIMATE = "approximate"  # only what we routed there ourselves
+    NONE = "none"                # nothing: routed by load
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointView:
+    """One worker as last reported. Counts and tokens; rates are 0.0 when unknown; `blocks_total` 0: pool unknown.
+
+    `blocks_free` hold nothing, `blocks_cached` hold something nobody uses and may be evicted; all others are in use.
+    `price_s` is what an operator or a breaker adds, in seconds; cost.py bounds it.
+    """
+
+    endpoint_id: str
+    epoch: str
+    models: frozenset[str] = field(default_factory=frozenset)
+    ready: bool = True
+    draining: bool = False
+    knowledge: Knowledge = Knowledge.EXACT
+    block_size: int = 16
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    kv_usage_ratio: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_prefill_tokens: int = 0
+    running_prefill_tokens: int = 0
+    decode_context_tokens: int = 0
+    price_s: float = 0.0
