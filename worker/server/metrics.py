@@ -12,7 +12,7 @@ from collections import deque
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from worker.engine.messages import EngineReady, SequenceStats, StepReport
+from worker.engine.messages import EngineReady, EngineStats, SequenceStats, StepReport
 from worker.server.engine_collector import EngineCollector
 
 PHASES = ("tokenize", "queue", "allocate", "prefill", "recompute", "sample")
@@ -41,8 +41,9 @@ class WorkerMetrics:
         for phase in PHASES:
             self._ttft.labels(phase)
 
-    def observe_ready(self, ready: EngineReady) -> None:
-        self._engine.ready = ready
+    def observe_ready(self, ready: EngineReady, stats: EngineStats) -> None:
+        """What the model is, and the state before the first step."""
+        self._engine.ready, self._engine.stats = ready, stats
 
     def observe_step(self, report: StepReport) -> None:
         """A step's duration and size, and the state after it."""

@@ -75,7 +75,12 @@ class Shell:
 
     @property
     def stats(self) -> EngineStats:
-        return self.engine.stats
+        """The state after the last step; before the first one, an empty pool and the speeds of the warm-up."""
+        ready = self.engine.ready
+        if ready is None or self.engine.stats.blocks_total:
+            return self.engine.stats
+        return EngineStats(blocks_total=ready.num_blocks, blocks_free=ready.num_blocks,
+                           prefill_tokens_per_s=ready.prefill_tokens_per_s, decode_step_s=ready.decode_step_s)
 
     def require_serving(self) -> Serving:
         """What the model is; ApiError 503 while there is none (yet, or any more)."""
@@ -160,7 +165,7 @@ class Shell:
             _log.exception("tokenizer_unusable", folder=ready.folder)
             self.fail(EngineFailed(f"The tokenizer of {ready.model} cannot be read: {error}", users_fault=True))
             return
-        self.metrics.observe_ready(ready)
+        self.metrics.observe_ready(ready, self.stats)
         self.publisher.open(topic=f"kv@{self.config.host}:{self.config.port}@{ready.model}")
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
