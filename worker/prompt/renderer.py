@@ -1,26 +1,90 @@
-"""Requests to token ids (interface first; the body is being written)."""
+"""Requests to token ids: the one place where a request meets a model's template and tokenizer.
+
+Owns the choice of template and what is added to a text before encoding. Gateway and worker call the same code, so
+that a prompt has the same ids, and the same block hashes, wherever it is rendered.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from worker.prompt.chat_template import ChatTemplate
 from worker.prompt.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
+from worker.protocol.api_error import ApiError, invalid_request
+
+TOOL_TEMPLATE = "tool_use"
 
 
 class PromptRenderer:
-    """Renders and tokenises for one model. Thread-safe; long prompts belong in a thread."""
+    """Renders and tokenises for one model. Safe to use from several threads, where long prompts belong."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         self.bundle = bundle
         self.tokenizer = PromptTokenizer(bundle)
+        self._templates = {name: ChatTemplate(source, bundle.special_tokens)
+                           for name, source in bundle.chat_templates.items()}
 
     def chat(self, request: ChatRequest) -> list[int]:
-        raise AssertionError("being written")
+        """The ids of a chat prompt. ApiError 400: no template, unusable tools, or what the template refuses."""
+        return self._encode(self.chat_text(request), add_special_tokens=False, param="messages")
+
+    def chat_text(self, request: ChatRequest | TokenizeRequest) -> str:
+        """The rendered prompt before tokenising."""
+        tools = request.tools if _wants_tools(request) else None
+        template = self._template_for(tools)
+        return template.render(
+            request.messages or (), tools=tools, add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message, template_kwargs=request.chat_template_kwargs)
 
     def completion(self, request: CompletionRequest) -> list[list[int]]:
-        raise AssertionError("being written")
+        """The ids of each prompt, in order. ApiError 400: an id out of the vocabulary, or a prompt without tokens."""
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_many(texts, add_special_tokens=True)) if texts else iter(())
+        prompts = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
+        for index, token_ids in enumerate(prompts):
+            self._check_ids(token_ids, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
+        return prompts
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
-        raise AssertionError("being written")
+        """The ids of POST /tokenize, which may be none at all."""
+        text = self.chat_text(request) if request.prompt is None else request.prompt
+        return self.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
 
     def detokenize(self, request: DetokenizeRequest) -> str:
-        raise AssertionError("being written")
+        """The text of POST /detokenize, special tokens included."""
+        if request.tokens:
+            self._check_ids(request.tokens, "tokens")
+        return self.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        template = self._templates.get(TOOL_TEMPLATE) if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise invalid_request("This model has no chat template: start its worker with --chat-template FILE, or "
+                                  "use /v1/completions.", "messages")
+        if tools and not template.uses_tools:
+            raise invalid_request("This model's chat template has no place for tools.", "tools")
+        return template
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        self._check_ids(token_ids, param)
+        return token_ids
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        # Text can also name a token that the model has no embedding for (Gemma 3's image placeholder).
+        if not token_ids:
+            raise invalid_request("The prompt has no tokens.", param)
+        highest = max(token_ids)
+        if highest >= self.tokenizer.vocab_size:
+            raise _out_of_vocabulary(highest, self.tokenizer.vocab_size, param)
+
+
+def _wants_tools(request: ChatRequest | TokenizeRequest) -> bool:
+    return not isinstance(request, ChatRequest) or request.tool_choice != "none"
+
+
+def _out_of_vocabulary(token_id: int, vocab_size: int, param: str) -> ApiError:
+    return invalid_request(f"Token id {token_id} is out of this model's vocabulary of {vocab_size} ids.", param)

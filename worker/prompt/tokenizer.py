@@ -1,18 +1,31 @@
-"""Text to token ids and back (interface first; the body is being written)."""
+"""Text to token ids and back, and the bundle that carries a tokenizer from worker to gateway.
+
+Owns which ids a text has for a model. Must never trim, pad or add anything but what tokenizer.json says, and never
+load anything from a hub. Decoding is exactly the tokenizer's own: no clean-up of spaces before punctuation.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
+import orjson
+from tokenizers import Tokenizer
+
+from worker.prompt import token_bytes, tokenizer_folder
+
+WIRE_VERSION = 1
 
 
-class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything a gateway needs to render and tokenise for a model, with no hub and no files.
 
     `chat_templates` maps "default" and other names ("tool_use") to Jinja source; empty when the model has none.
-    `special_tokens` holds the named tokens only ("bos_token": "<s>"), as templates read them.
+    `special_tokens` holds the named tokens only ("bos_token": "<s>"), as templates read them. `model_vocab_size` is
+    the number of the model's embedding rows, None when unknown: ids from there on cannot be computed.
     """
 
     tokenizer_json: bytes
@@ -23,54 +36,146 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_directory(cls, path: Path, chat_template: Path | None = None) -> TokenizerBundle:
-        """Read a Hugging Face model folder; `chat_template` (a Jinja file) replaces the folder's own templates."""
-        raise AssertionError("being written")
+        """Read a Hugging Face model folder; `chat_template` (a Jinja file) replaces the folder's own templates.
+
+        Raises TokenizerError (a ValueError) naming the file and the remedy.
+        """
+        config = tokenizer_folder.read_config(path)
+        tokenizer_json = tokenizer_folder.read_tokenizer(path, config)
+        special_tokens = tokenizer_folder.named_special_tokens(config)
+        templates = tokenizer_folder.read_chat_templates(path, config, chat_template)
+        added = tokenizer_folder.added_tokens(tokenizer_json)
+        eos_token_ids = tokenizer_folder.stated_eos_token_ids(path, special_tokens, added)
+        if "default" in templates:
+            eos_token_ids |= tokenizer_folder.turn_end_token_ids(templates["default"], special_tokens, added)
+        return cls(tokenizer_json=tokenizer_json, special_tokens=special_tokens, chat_templates=templates,
+                   eos_token_ids=tuple(sorted(eos_token_ids)),
+                   model_vocab_size=tokenizer_folder.read_model_vocab_size(path))
 
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
-    @property
+    @cached_property
     def tokenizer_digest(self) -> str:
         """Hex SHA-256 of what decides token ids."""
-        raise AssertionError("being written")
+        return _digest([self.tokenizer_json])
 
-    @property
+    @cached_property
     def template_digest(self) -> str:
         """Hex SHA-256 of what decides rendered text."""
-        raise AssertionError("being written")
+        return _digest([orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+                        for value in (self.chat_templates, self.special_tokens)])
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hex SHA-256 over the whole bundle: the ETag of GET /tokenizer."""
-        raise AssertionError("being written")
+        rest = orjson.dumps([self.eos_token_ids, self.model_vocab_size])
+        return _digest([self.tokenizer_digest.encode(), self.template_digest.encode(), rest])
 
     def to_wire(self) -> bytes:
-        """The body of GET /tokenizer (JSON)."""
-        raise AssertionError("being written")
+        """The body of GET /tokenizer: a JSON object with the fields of this class and both digests."""
+        return orjson.dumps({
+            "version": WIRE_VERSION, "tokenizer_json": self.tokenizer_json.decode(),
+            "special_tokens": self.special_tokens, "chat_templates": self.chat_templates,
+            "eos_token_ids": self.eos_token_ids, "model_vocab_size": self.model_vocab_size,
+            "tokenizer_digest": self.tokenizer_digest, "template_digest": self.template_digest,
+        })
 
     @classmethod
     def from_wire(cls, body: bytes) -> TokenizerBundle:
-        """The inverse of to_wire(); ValueError on anything else."""
-        raise AssertionError("being written")
+        """The inverse of to_wire(); ValueError on anything else, and when the digests do not fit the content."""
+        try:
+            wire = _wire_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not a tokenizer bundle: {error}") from error
+        if wire.version != WIRE_VERSION:
+            raise ValueError(f"tokenizer bundle of version {wire.version}, where {WIRE_VERSION} is read: run the same "
+                             "release on both sides")
+        bundle = cls(tokenizer_json=wire.tokenizer_json.encode(), special_tokens=wire.special_tokens,
+                     chat_templates=wire.chat_templates, eos_token_ids=wire.eos_token_ids,
+                     model_vocab_size=wire.model_vocab_size)
+        if (bundle.tokenizer_digest, bundle.template_digest) != (wire.tokenizer_digest, wire.template_digest):
+            raise ValueError("tokenizer bundle whose digests do not fit its content")
+        return bundle
+
+
+class _WireBundle(msgspec.Struct):
+    version: int
+    tokenizer_json: str
+    special_tokens: dict[str, str]
+    chat_templates: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    model_vocab_size: int | None
+    tokenizer_digest: str
+    template_digest: str
+
+
+_wire_decoder = msgspec.json.Decoder(_WireBundle)
 
 
 class PromptTokenizer:
-    """A loaded tokenizer. encode() releases the GIL: call it from a thread for long prompts."""
+    """A loaded tokenizer, safe to use from several threads.
+
+    `vocab_size` is one above the highest id that may be computed: tokens that the model has no embedding for are cut
+    off. Raises ValueError when tokenizer.json cannot be loaded.
+    """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         self.bundle = bundle
-        self.vocab_size = 0
+        try:
+            self._tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise tokenizer_folder.TokenizerError(f"tokenizer.json cannot be loaded: {error}") from error
+        # A saved file may carry its training run's padding and truncation; a prompt is taken whole.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        num_tokens = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        highest = max([num_tokens - 1, *added])
+        self.vocab_size = min(highest + 1, bundle.model_vocab_size or highest + 1)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.decoder_shape = self._read_decoder_shape()
+        self._token_bytes: dict[int, bytes] = {}  # at most one entry per vocabulary entry
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        raise AssertionError("being written")
+        """The ids of a text. The batch call is used because it alone releases the GIL while it works."""
+        return self.encode_many([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        raise AssertionError("being written")
+        """The ids of each text, in parallel over the texts."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        raise AssertionError("being written")
+        """The text of all ids together; ids that the tokenizer does not know add nothing."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it ("Ġthe", "▁the", "<0xE2>"); None when there is no such token."""
+        text: str | None = self._tokenizer.id_to_token(token_id)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token adds to a text (the `bytes` of OpenAI's logprobs); b"" when it adds none."""
-        raise AssertionError("being written")
+        """The bytes that a token adds inside a text (the `bytes` of OpenAI's logprobs); b"" for an unknown id."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            token = self.token_text(token_id)
+            if token is None:
+                return b""
+            known = self._token_bytes[token_id] = token_bytes.token_bytes(token, self.decoder_shape)
+        return known
+
+    def _read_decoder_shape(self) -> token_bytes.DecoderShape:
+        decoder = self._tokenizer.decoder
+        return token_bytes.decoder_shape({} if decoder is None else orjson.loads(decoder.__getstate__()))
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    """SHA-256 over length-prefixed parts, so that no two splits of the same bytes are equal."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(len(part).to_bytes(8, "little"))
+        sha.update(part)
+    return sha.hexdigest()
