@@ -16,5 +16,5 @@ class ExactnessReport:
 
 
 def probe_exactness(model: PagedModel) -> ExactnessReport:
-    """Cut a short seeded prompt several ways (whole, chunked, token by token, batched) and compare logits bit by bit."""
+    """Cut a short prompt several ways (whole, chunked, token by token, batched) and compare logits bit by bit."""
     return ExactnessReport(False, f"not probed: {model.spec.name}")

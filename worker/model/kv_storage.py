@@ -1,17 +1,64 @@
-"""Where keys and values live: per layer two tensors [block, slot, kv_head, dim]."""
+"""Where keys and values live: per layer two tensors [block, slot, kv_head, dim].
+
+Owns the layout and the memory. Never decides which block belongs to whom (worker.core does) and never looks at what
+it stores. One block more than asked for is kept, always zero: `blank_block` pads block tables to a common length, so
+that what a gather reads beyond a sequence's blocks is finite and the same every time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from worker.model.model_error import ModelError
+from worker.model.model_spec import LayerGeometry
+
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """`keys[layer]` is [num_blocks, block_size, num_kv_heads, key_dim], `values[layer]` alike with value_dim."""
+    """`keys[layer]` is [num_blocks + 1, block_size, num_kv_heads, key_dim]; `values[layer]` alike with value_dim."""
 
     block_size: int
     num_blocks: int
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def allocate(cls, layers: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype,
+                 device: torch.device) -> KVStorage:
+        """Zeroed room for `num_blocks` blocks in every layer. ModelError when the memory cannot be had."""
+        if num_blocks < 1:
+            raise ModelError(f"a KV pool of {num_blocks} blocks cannot hold a token; give it more room: --kv-memory")
+        rows = num_blocks + 1
+        try:
+            keys = [torch.zeros(rows, block_size, g.num_kv_heads, g.key_dim, dtype=dtype, device=device)
+                    for g in layers]
+            values = [torch.zeros(rows, block_size, g.num_kv_heads, g.value_dim, dtype=dtype, device=device)
+                      for g in layers]
+        except (RuntimeError, MemoryError) as error:   # torch.OutOfMemoryError is a RuntimeError; the CPU's is plain
+            wanted = rows * block_size * sum(g.elements_per_token() for g in layers) * dtype.itemsize
+            raise ModelError(f"{wanted / 2**30:.1f} GiB for {num_blocks} KV blocks cannot be had on {device}; "
+                             "lower --kv-memory") from error
+        return cls(block_size, num_blocks, tuple(keys), tuple(values))
+
+    @property
+    def blank_block(self) -> int:
+        """A block id that always reads as zeros and is never written."""
+        return self.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put rows of keys [n, kv_head, key_dim] and values at `slots` [n]: slot = block id * block_size + i."""
+        for store, rows in ((self.keys[layer], keys), (self.values[layer], values)):
+            store.view(-1, *store.shape[2:]).index_copy_(0, slots, rows.to(store.dtype))
+
+    def gather(self, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of these blocks [n], end to end: keys [n * block_size, kv_head, key_dim] and values, in `dtype`."""
+        keys, values = (store.index_select(0, block_ids).view(-1, *store.shape[2:]).to(dtype)
+                        for store in (self.keys[layer], self.values[layer]))
+        return keys, values

@@ -1,23 +1,207 @@
-"""From the word after `--model` to a model that can run."""
+"""From the word after `--model` to a model that can run.
+
+Owns the choice of dtype and device, and the refusal of what cannot be served. Never touches a request.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from worker.model.attention import ATTENTION_NAME, register_attention
+from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
+from worker.model.layer_survey import survey_layers
 from worker.model.model_error import ModelError
-from worker.model.model_folder import ModelFolder
+from worker.model.model_folder import ModelFolder, default_cache_dir, open_folder, read_config
+from worker.model.model_spec import ModelSpec
+from worker.model.packaged import PACKAGED_MODELS
 from worker.model.paged_model import PagedModel
+from worker.model.strict_attention import KEY_TILE
 
 __all__ = ["KVStorage", "ModelError", "ModelFolder", "PagedModel", "load_model", "resolve_model"]
 
+_KV_DTYPES = ("float32", "bfloat16", "float16")
+_LATER_KV_DTYPES = ("int8", "fp8", "k8v4", "int4")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_DIGEST_CHUNK_BYTES = 2**20
+# Their frequencies depend on the longest sequence in the batch, so cached keys would depend on who came along.
+_UNSOUND_ROPES = ("dynamic", "longrope")
+
 
 def resolve_model(model: str, *, cache_dir: Path | None = None, chat_template: Path | None = None) -> ModelFolder:
-    """Find (or make, once) the model's folder. Raises ModelError with a remedy."""
-    raise ModelError(f"cannot resolve {model!r}")
+    """Find (or make, once) the folder of `model`: smollm2, gemma3, a folder, a .gguf file, or a hub id.
+
+    Safe in two processes at once. Raises ModelError, one line with a remedy.
+    """
+    if chat_template is not None and not chat_template.is_file():
+        raise ModelError(f"the chat template {chat_template} does not exist; check --chat-template")
+    cache = cache_dir or default_cache_dir()
+    if packaged := PACKAGED_MODELS.get(model):
+        target = conversion_path(cache, packaged.name, packaged.sha256)
+        ensure_converted(target, packaged.sha256, packaged.find_gguf)
+        return open_folder(target, name=packaged.name, chat_template=chat_template)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_folder(path, chat_template=chat_template)
+    if path.is_file():
+        return _resolve_gguf(path, cache, chat_template)
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+        raise ModelError(f"there is no model {model!r}: it is neither a folder, a .gguf file, a hub id (owner/name), "
+                         f"nor one of {', '.join(PACKAGED_MODELS)}")
+    return open_folder(_download(model), name=model, chat_template=chat_template)
 
 
 def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "auto", device: str = "auto",
                exactness: str = "fast", block_size: int = 16) -> PagedModel:
-    """Load the weights and wire our paged attention in. Raises ModelError with a remedy."""
-    raise ModelError(f"cannot load {folder.path}")
+    """Load the weights and wire our paged attention in. Raises ModelError, one line with a remedy."""
+    if exactness not in ("fast", "strict"):
+        raise ModelError(f"--exactness {exactness!r} is unknown; choose fast or strict")
+    if exactness == "strict" and KEY_TILE % block_size:
+        raise ModelError(f"--exactness strict needs a --block-size that divides {KEY_TILE}, not {block_size}")
+    config = read_config(folder.path)
+    _refuse_unsupported(config)
+    torch_device = _device_of(device)
+    torch_dtype = _dtype_of(dtype, exactness, torch_device)
+    stored_as = _kv_dtype_of(kv_dtype, torch_dtype)
+    model = _load_weights(folder, torch_dtype, torch_device)
+    layers = survey_layers(model, device=torch_device)
+    spec = ModelSpec(
+        name=folder.name, layers=layers, max_context=int(model.config.max_position_embeddings),
+        vocab_size=int(model.config.vocab_size), eos_token_ids=_eos_token_ids(model),
+        kv_bytes_per_token=sum(layer.elements_per_token() for layer in layers) * stored_as.itemsize,
+        dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device))
+    return PagedModel(model, spec, exactness=exactness, block_size=block_size)
+
+
+def _resolve_gguf(path: Path, cache: Path, chat_template: Path | None) -> ModelFolder:
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path} is a file but not a .gguf file; --model wants the folder that holds config.json")
+    digest = _file_digest(path)
+    target = conversion_path(cache, path.stem, digest)
+    ensure_converted(target, digest, lambda scratch: path)
+    return open_folder(target, name=path.stem, chat_template=chat_template)
+
+
+def _file_digest(path: Path) -> str:
+    """SHA-256 of a whole file, about a gigabyte a second."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_DIGEST_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except Exception as error:   # httpx, requests, OS and hub errors alike: each is "could not be had"
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise ModelError(f"{hub_id} cannot be had from the hub{offline}: {reason or type(error).__name__}; check the "
+                         "name and the network, or give --model a folder on this machine") from error
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    kind = str(config.get("model_type", "unknown"))
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"{kind} is an encoder-decoder model; only decoder-only models can be served")
+    if config.get("kv_lora_rank"):
+        raise ModelError(f"{kind} uses multi-head latent attention (MLA), which is not supported yet")
+    if "text_config" in config:
+        raise ModelError(f"{kind} is multimodal; use the text-only checkpoint of the family")
+    if config.get("num_kv_shared_layers"):
+        raise ModelError(f"{kind} shares keys and values between layers, which is not supported yet")
+    if config.get("quantization_config"):
+        raise ModelError(f"this {kind} checkpoint is quantised; use the unquantised one")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]    # one, or one per layer type
+    kinds = {str(part.get("rope_type") or part.get("type")) for part in parts}
+    if unsound := kinds.intersection(_UNSOUND_ROPES):
+        raise ModelError(f"{kind} uses {unsound.pop()!r} rope, whose keys depend on the length of the sequence: its "
+                         "prefixes cannot be shared, so it cannot be served")
+
+
+def _load_weights(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    register_attention()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder.path, dtype=dtype, attn_implementation=ATTENTION_NAME,
+                                                     local_files_only=True)
+        return model.to(device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{folder.name} does not fit on {device}; use a smaller model or --device cpu") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().split("\n", 1)[0][:300]
+        raise ModelError(f"{folder.path} cannot be loaded: {reason}") from error
+
+
+def _device_of(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"--device {device!r} is unknown; choose auto, cpu or cuda") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ModelError(f"--device {device!r} is not supported; choose auto, cpu or cuda")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda was asked for but torch sees no CUDA device; use --device cpu")
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def _dtype_of(dtype: str, exactness: str, device: torch.device) -> torch.dtype:
+    if dtype not in ("auto", *_KV_DTYPES):
+        raise ModelError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(_KV_DTYPES)}")
+    if exactness == "strict":
+        if dtype not in ("auto", "float32"):
+            raise ModelError(f"--exactness strict computes in float32, not {dtype}; use --exactness fast")
+        return torch.float32
+    if dtype != "auto":
+        return _named(dtype)
+    return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bf16() else torch.float32
+
+
+def _cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 products; without them bf16 is slower than fp32."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _kv_dtype_of(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    if kv_dtype == "auto":
+        return model_dtype
+    if kv_dtype in _LATER_KV_DTYPES:
+        raise ModelError(f"--kv-dtype {kv_dtype} comes in a later release; choose auto, {', '.join(_KV_DTYPES)}")
+    if kv_dtype not in _KV_DTYPES:
+        raise ModelError(f"--kv-dtype {kv_dtype!r} is unknown; choose auto, {', '.join(_KV_DTYPES)}")
+    return _named(kv_dtype)
+
+
+def _named(dtype: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Every id that ends a generation, from generation_config.json, else config.json."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    if ends is None:
+        ends = model.config.eos_token_id
+    if ends is None:
+        return ()
+    return tuple(int(end) for end in ends) if isinstance(ends, (list, tuple)) else (int(ends),)

@@ -1,28 +1,90 @@
-"""A transformers model whose attention reads and writes KV blocks."""
+"""A transformers model whose attention reads and writes KV blocks.
+
+Owns the loaded weights and the choice between strict and fast attention. Knows tensors and positions, never requests;
+never allocates or frees a block. One forward at a time: the pass is a value handed down to the layers, not a global.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from worker.model.batch_layout import BatchLayout
+from worker.model.fast_attention import FastAttention
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
 from worker.model.model_spec import ModelSpec
+from worker.model.strict_attention import ROW_MULTIPLE, StrictAttention
 
 
 class PagedModel:
     """Runs one ForwardBatch at a time over a KVStorage made by `make_storage`."""
 
-    spec: ModelSpec
+    def __init__(self, model: Any, spec: ModelSpec, *, exactness: str, block_size: int) -> None:
+        self.spec = spec
+        self.exactness = exactness
+        self.block_size = block_size
+        self._model = model
+        self._device = torch.device(spec.device)
+        self._kv_dtype: torch.dtype = getattr(torch, spec.kv_dtype)
 
     def make_storage(self, num_blocks: int) -> KVStorage:
         """Room for `num_blocks` blocks in every layer. Raises ModelError when the memory cannot be had."""
-        raise AssertionError("not loaded")
+        return KVStorage.allocate(self.spec.layers, num_blocks=num_blocks, block_size=self.block_size,
+                                  dtype=self._kv_dtype, device=self._device)
 
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
         """Write K/V and return logits float32 [number of sequences wanting logits, vocab], in batch order."""
-        raise AssertionError("not loaded")
+        if not batch.sequences:
+            return torch.empty(0, self.spec.vocab_size, device=self._device)
+        strict = self.exactness == "strict"
+        layout = BatchLayout.build(batch, block_size=self.block_size, device=self._device,
+                                   row_multiple=ROW_MULTIPLE if strict else 1)
+        attention_pass = StrictAttention(layout, storage) if strict else FastAttention(layout, storage)
+        inputs = {"input_ids": layout.token_ids, "position_ids": layout.position_ids, "use_cache": False,
+                  "attention_pass": attention_pass}
+        if layout.num_logits == 0:
+            self._model.base_model(**inputs)
+            return torch.empty(0, self.spec.vocab_size, device=self._device)
+        # The family's own head, on the wanted rows alone: soft-capping and logit scaling live there.
+        logits = self._model(**inputs, logits_to_keep=layout.logits_rows).logits[0]
+        wanted: torch.Tensor = logits[:layout.num_logits].float()
+        return wanted
 
 
 def free_memory_bytes(device: str) -> int:
     """What `device` ("cpu", "cuda", "cuda:0") could still give to a KV pool, in bytes."""
-    raise AssertionError(device)
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    limits = [bound for bound in (_available_memory_bytes(), _cgroup_headroom_bytes()) if bound is not None]
+    return min(limits)
+
+
+def _available_memory_bytes() -> int:
+    """MemAvailable where the kernel tells, else the physical pages that are free."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass   # not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_headroom_bytes() -> int | None:
+    """What a container's memory limit (cgroup v2) leaves, file cache that can be dropped included; None: no limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used = int((folder / "memory.current").read_text()) - int(statistics["inactive_file"])
+        return max(0, int(limit) - used)
+    except (OSError, ValueError, KeyError):
+        return None   # no cgroup v2 here
