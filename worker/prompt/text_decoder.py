@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
+from functools import partial
 
-from worker.prompt.token_bytes import DecoderKind, byte_of, token_text
+from worker.prompt.token_bytes import DecoderKind, byte_of, text_of_token
 from worker.prompt.tokenizer import PromptTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -76,7 +77,7 @@ class _ByteFallbackDecoder(TextDecoder):
         if byte is not None:
             self._run.append(byte)
             return ""
-        return self._strip_start(self._end_run() + token_text(token, self._shape))
+        return self._strip_start(self._end_run() + text_of_token(token, self._shape))
 
     def finish(self) -> str:
         return self._strip_start(self._end_run())
@@ -114,7 +115,7 @@ class _MetaspaceDecoder(TextDecoder):
         if self._at_start:
             self._at_start = False
             return token.replace(self._shape.replacements[0][0], "")
-        return token_text(token, self._shape)
+        return text_of_token(token, self._shape)
 
     def finish(self) -> str:
         return ""
@@ -124,7 +125,7 @@ class _WindowDecoder(TextDecoder):
     """Decodes the last tokens again and again and returns what is new, keeping a few as context."""
 
     def __init__(self, tokenizer: PromptTokenizer, skip_special_tokens: bool) -> None:
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window: list[int] = []
         self._given = ""
 

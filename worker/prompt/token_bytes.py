@@ -55,14 +55,14 @@ def byte_of(token: str) -> int | None:
     return int(match[1], 16) if match else None
 
 
-def token_text(token: str, shape: DecoderShape) -> str:
+def text_of_token(token: str, shape: DecoderShape) -> str:
     """A whole token's text under a decoder that replaces marks."""
     for pattern, content in shape.replacements:
         token = token.replace(pattern, content)
     return token
 
 
-def token_bytes(token: str, shape: DecoderShape) -> bytes:
+def bytes_of_token(token: str, shape: DecoderShape) -> bytes:
     """The bytes that a token adds inside a text."""
     if shape.kind is DecoderKind.BYTE_LEVEL:
         try:
@@ -70,7 +70,7 @@ def token_bytes(token: str, shape: DecoderShape) -> bytes:
         except KeyError:
             return token.encode()  # an added token, written as itself
     byte = byte_of(token) if shape.kind is DecoderKind.BYTE_FALLBACK else None
-    return token_text(token, shape).encode() if byte is None else bytes([byte])
+    return text_of_token(token, shape).encode() if byte is None else bytes([byte])
 
 
 def _byte_fallback_shape(steps: list[dict[str, Any]]) -> DecoderShape:
@@ -83,7 +83,7 @@ def _byte_fallback_shape(steps: list[dict[str, Any]]) -> DecoderShape:
     kinds = [step.get("type") for step in remaining]
     if kinds[:2] != ["ByteFallback", "Fuse"] or kinds[2:] not in ([], ["Strip"]):
         return DecoderShape(DecoderKind.OTHER)
-    strip = remaining[2] if kinds[2:] else {"content": " ", "start": 0, "stop": 0}
+    strip: dict[str, Any] = remaining[2] if kinds[2:] else {"content": " ", "start": 0, "stop": 0}
     if strip["stop"]:
         return DecoderShape(DecoderKind.OTHER)
     return DecoderShape(DecoderKind.BYTE_FALLBACK, tuple(replacements), strip["content"], strip["start"])

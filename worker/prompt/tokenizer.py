@@ -15,7 +15,8 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
-from worker.prompt import token_bytes, tokenizer_folder
+from worker.prompt import tokenizer_folder
+from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
 WIRE_VERSION = 1
 
@@ -90,8 +91,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a tokenizer bundle: {error}") from error
         if wire.version != WIRE_VERSION:
-            raise ValueError(f"tokenizer bundle of version {wire.version}, where {WIRE_VERSION} is read: run the same "
-                             "release on both sides")
+            raise ValueError(f"tokenizer bundle of version {wire.version}, where {WIRE_VERSION} is read: run the "
+                             "same release on both sides")
         bundle = cls(tokenizer_json=wire.tokenizer_json.encode(), special_tokens=wire.special_tokens,
                      chat_templates=wire.chat_templates, eos_token_ids=wire.eos_token_ids,
                      model_vocab_size=wire.model_vocab_size)
@@ -164,12 +165,12 @@ class PromptTokenizer:
             token = self.token_text(token_id)
             if token is None:
                 return b""
-            known = self._token_bytes[token_id] = token_bytes.token_bytes(token, self.decoder_shape)
+            known = self._token_bytes[token_id] = bytes_of_token(token, self.decoder_shape)
         return known
 
-    def _read_decoder_shape(self) -> token_bytes.DecoderShape:
+    def _read_decoder_shape(self) -> DecoderShape:
         decoder = self._tokenizer.decoder
-        return token_bytes.decoder_shape({} if decoder is None else orjson.loads(decoder.__getstate__()))
+        return decoder_shape({} if decoder is None else orjson.loads(decoder.__getstate__()))
 
 
 def _digest(parts: Sequence[bytes]) -> str:
