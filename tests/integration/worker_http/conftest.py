@@ -1,0 +1,29 @@
+"""One tiny worker for the read-mostly tests of this folder; tests that stop or starve a worker start their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from loadtests.local_stack import Child
+from tests.support.tiny_worker import running_tiny_worker, worker_client, write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(Path(tmp_path_factory.mktemp("tiny-model")))
+
+
+@pytest.fixture(scope="session")
+def worker(tiny_model: Path) -> Iterator[Child]:
+    with running_tiny_worker(tiny_model) as child:
+        yield child
+
+
+@pytest.fixture
+async def client(worker: Child) -> AsyncIterator[aiohttp.ClientSession]:
+    async with worker_client(worker) as session:
+        yield session
