@@ -1,7 +1,7 @@
 """Up to the first byte: which answers are the client's, and which are another worker's to give.
 
 Owns: the verdict on a worker's first answer, and the bounded walk from one worker to the next.
-Must never: retry once a byte has been shown to the client, or for a mistake that is the client's (any 4xx but 429).
+Must never: retry once a byte has been shown to the client, or for a mistake that is the client's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from worker.protocol.api_error import ApiError
 
 MAX_REFUSAL_BYTES = 64 * 1024
 REFUSAL_READ_TIMEOUT_S = 5.0
+_NOT_THE_CLIENTS = (401, 403, 429)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,13 @@ async def _judge(worker_id: str, response: UpstreamResponse, chunk: bytes) -> Fi
     status = response.status
     if 200 <= status < 300 and chunk:
         return FirstAnswer(response, chunk)
-    if 400 <= status < 500 and status != 429:
+    if 400 <= status < 500 and status not in _NOT_THE_CLIENTS:
         return FirstAnswer(response, chunk)
     try:
+        if status in (401, 403):
+            # No credential of the client's goes to a worker, so this is between the worker and us.
+            raise AttemptFailed("refused", errors.worker_failed(
+                f"Worker {worker_id} refused the gateway: give both the same HEADSTART_WORKER_TOKEN or api_key."))
         if status == 429:
             raise AttemptFailed("busy", await _read_refusal(response, chunk))
         if status == 503:

@@ -1,0 +1,187 @@
+"""Pick and book: from a prepared prompt to a worker with the request's load on its account.
+
+Owns: the one place where index, ledger and endpoint table are read for a decision and written with its consequences.
+Must never: await between reading and booking; nothing here is a coroutine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gateway import errors
+from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
+from gateway.relay.retry import AttemptFailed
+from gateway.relay.upstream import UpstreamRequest
+from gateway.routing.endpoint import Knowledge
+from gateway.routing.load_ledger import Booking, LoadLedger
+from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
+from gateway.routing.policies import Policy
+from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
+from gateway.server.prompt_work import PreparedPrompt
+from gateway.server.request_record import RequestRecord
+from worker.protocol.block_hash import HashScheme
+
+KV_CACHE_FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """What a decision needs of a request. `max_tokens` None: up to the end of the context."""
+
+    model: str
+    prepared: PreparedPrompt
+    max_tokens: int | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the first prompt, by which a request of several is routed."""
+        return len(self.prepared.prompts[0])
+
+
+class Placement:
+    """A booked worker. Every way out ends in release() or abandon(), and both may be called again."""
+
+    def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking,
+                 withdraw: Callable[[], None], upstream_request: UpstreamRequest) -> None:
+        self.endpoint = endpoint
+        self.decision = decision
+        self._booking = booking
+        self._withdraw = withdraw
+        self._upstream_request = upstream_request
+
+    @property
+    def endpoint_id(self) -> str:
+        """See relay.retry.Attempt."""
+        return self.endpoint.endpoint_id
+
+    @property
+    def upstream_request(self) -> UpstreamRequest:
+        """See relay.retry.Attempt."""
+        return self._upstream_request
+
+    def first_byte(self) -> None:
+        """The prompt has been computed."""
+        self._booking.prefill_done()
+
+    def release(self) -> None:
+        """The request has ended; what it left in the worker's cache is for the events to tell."""
+        self._booking.release()
+
+    def abandon(self) -> None:
+        """The worker did not take it: nothing of it will be in that cache."""
+        self._booking.release()
+        self._withdraw()
+
+
+class Dispatcher:
+    """Decides by `policy` and books. Lives on the event loop."""
+
+    def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
+                 speculative_ttl_s: float) -> None:
+        self._table = table
+        self._index = index
+        self._ledger = ledger
+        self._policy = policy
+        self._speculative_ttl_s = speculative_ttl_s
+        self._turns = itertools.count()
+
+    def schemes(self, model: str) -> list[HashScheme]:
+        """The hash schemes in use for this model: usually one."""
+        return list(dict.fromkeys(endpoint.scheme for endpoint in self._table.serving(model)
+                                  if endpoint.scheme is not None and endpoint.knowledge is not Knowledge.NONE))
+
+    def decide(self, prompt: RoutedPrompt, excluded: frozenset[str],
+               record: RequestRecord | None = None) -> RoutingDecision | NoEndpoint:
+        """The decision as of now; nothing is booked. `record` is told how long matching and picking took."""
+        began_at = time.perf_counter()
+        matches: dict[str, Match] = {}
+        for hashes in prompt.prepared.hashes.values():
+            matches |= self._index.match(hashes, time.monotonic())
+        matched_at = time.perf_counter()
+        decision = self._policy(PickInput(
+            endpoints=[endpoint.view() for endpoint in self._table.serving(prompt.model)],
+            prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
+            loads=self._ledger.loads(), model=prompt.model, excluded=excluded,
+            expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
+            random_ratio=random.random(), turn=next(self._turns)))
+        if record is not None:
+            record.stages["match"] = matched_at - began_at
+            record.stages["pick"] = time.perf_counter() - matched_at
+        return decision
+
+    def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
+             address: Callable[[Endpoint], UpstreamRequest]) -> Placement:
+        """Put the request on the chosen worker's account and bet that its blocks will be in that cache."""
+        endpoint = self._table.get(decision.endpoint_id)
+        assert endpoint is not None, "the policy chose an endpoint that it was not shown"
+        others = prompt.prepared.num_tokens - prompt.num_prompt_tokens
+        booking = self._ledger.book(decision.endpoint_id, decision.epoch,
+                                    prefill_tokens=decision.uncached_tokens + others,
+                                    context_tokens=prompt.prepared.num_tokens)
+        bet = self._bet(endpoint, prompt.prepared)
+        return Placement(endpoint, decision, booking, lambda: self._index.withdraw(bet) if bet else None,
+                         address(endpoint))
+
+    def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt) -> Speculation | None:
+        report = endpoint.report
+        if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
+            return None  # nothing will be found there again, so nothing should be predicted
+        assert endpoint.scheme is not None, "knowledge without a hash scheme"
+        hashes = prepared.hashes.get(endpoint.scheme.digest())
+        if not hashes:
+            return None
+        return self._index.speculate(endpoint.endpoint_id, hashes, time.monotonic() + self._speculative_ttl_s)
+
+    def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
+        """The decision for POST /admin/explain, with every candidate's cost."""
+        decision = self.decide(prompt, frozenset())
+        if isinstance(decision, NoEndpoint):
+            return {"decision": None, "reason": decision.reason, "detail": decision.message}
+        return {"decision": {name: value for name, value in asdict(decision).items() if name != "candidates"},
+                "prompt_tokens": prompt.num_prompt_tokens,
+                "candidates": [cost._asdict() for cost in decision.candidates]}
+
+
+class Choosing:
+    """One request's walk from worker to worker: the `choose` of relay.retry.answer_from_any."""
+
+    def __init__(self, dispatcher: Dispatcher, prompt: RoutedPrompt, record: RequestRecord, *,
+                 address: Callable[[Endpoint], UpstreamRequest], suspect: Callable[[str], None]) -> None:
+        self._dispatcher = dispatcher
+        self._prompt = prompt
+        self._record = record
+        self._address = address
+        self._suspect = suspect
+
+    def __call__(self, excluded: frozenset[str], last: AttemptFailed | None) -> Placement | None:
+        """The next worker, booked. ApiError 503 when none could be chosen in the first place."""
+        if last is not None and self._record.worker_id is not None:
+            self._suspect(self._record.worker_id)
+        decision = self._dispatcher.decide(self._prompt, excluded, self._record)
+        if isinstance(decision, NoEndpoint):
+            if last is None:
+                raise errors.no_worker(f"No worker can take this request now: {decision.message}.")
+            return None
+        if last is not None:
+            self._record.retries.append(last.reason)
+        placement = self._dispatcher.book(self._prompt, decision, self._address)
+        self._note(placement)
+        return placement
+
+    def _note(self, placement: Placement) -> None:
+        record, decision = self._record, placement.decision
+        knowledge = placement.endpoint.knowledge
+        record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
+        record.matched_tokens = decision.matched_tokens
+        is_comparable = len(self._prompt.prepared.prompts) == 1 and knowledge is not Knowledge.NONE
+        record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
+
+
+def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
+    """Whether the worker gets the client's JSON alone: without a shared token, or when its tokens are not ours."""
+    return not worker_token or endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible

@@ -1,0 +1,245 @@
+"""POST /v1/chat/completions and /v1/completions: one request's life in eight steps.
+
+read - parse - tokenise and hash - match, pick, book - open upstream (retrying elsewhere before the first byte) -
+relay - release - account. Owns the order of these steps and that the last two always happen.
+Must never: keep prompt text, or answer a client's mistake with a 5xx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
+
+from gateway import errors
+from gateway.config import GatewayConfig
+from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
+from gateway.knowledge.joining import Joining, ModelReference
+from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_rest, relay_stream
+from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
+from gateway.relay.sse import body_usage
+from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
+from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
+from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
+from gateway.server.metrics import GatewayMetrics
+from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
+from gateway.server.request_record import RequestRecord
+from worker.prompt.requests import parse_chat, parse_completion
+from worker.protocol.api_error import ApiError
+from worker.protocol.internal_request import CACHED_TOKENS_HEADER, WORKER_TOKEN_HEADER, encode_internal
+from worker.protocol.logs import get_logger
+
+# Parsing runs at some 300 MB/s; what takes longer than a millisecond is done in a prompt thread.
+ON_LOOP_PARSE_BYTES = 256 * 1024
+WORKER_HEADER = "x-headstart-worker"
+MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
+EVENT_STREAM = "text/event-stream"
+_PASSED_ON = ("traceparent", "tracestate")
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRoute:
+    """One generating route and how its body is read."""
+
+    path: str
+    parse: Callable[[bytes], PromptRequest]
+
+
+CHAT = GenerateRoute("/v1/chat/completions", parse_chat)
+COMPLETIONS = GenerateRoute("/v1/completions", parse_completion)
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A request that has been read and checked, ready to be routed."""
+
+    route: GenerateRoute
+    body: bytes
+    parsed: PromptRequest
+    salt: CacheSalt
+    routed: RoutedPrompt
+
+
+class Generate:
+    """The data path. `suspect` is told of workers that failed a request."""
+
+    def __init__(self, config: GatewayConfig, *, table: EndpointTable, joining: Joining, dispatcher: Dispatcher,
+                 prompt_work: PromptWork, upstream: Upstream, metrics: GatewayMetrics,
+                 suspect: Callable[[str], None]) -> None:
+        self._config = config
+        self._table = table
+        self._joining = joining
+        self._dispatcher = dispatcher
+        self._prompt_work = prompt_work
+        self._upstream = upstream
+        self._metrics = metrics
+        self._suspect = suspect
+        self._limits = RelayLimits(config.keepalive_s, config.chunk_gap_timeout_s)
+        self.num_inflight = 0
+
+    async def chat(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._serve(request, CHAT, routes.common_headers(request))
+
+    async def completions(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._serve(request, COMPLETIONS, routes.common_headers(request))
+
+    async def _serve(self, request: BaseRequest, route: GenerateRoute,
+                     headers: Mapping[str, str]) -> web.StreamResponse:
+        record = RequestRecord(request_id_of(request), route.path)
+        self.num_inflight += 1
+        try:
+            return await self._answer(request, route, record, headers)
+        except ApiError as error:
+            record.refused(error)
+            raise
+        except (asyncio.CancelledError, ClientLeft, ConnectionError):
+            record.status, record.outcome = CLIENT_CLOSED_REQUEST, "client_left"
+            raise
+        finally:
+            self.num_inflight -= 1
+            duration_s = time.monotonic() - record.began_at
+            self._metrics.observe(record, duration_s)
+            _log.info("request", **record.log_fields(duration_s))
+
+    async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
+                      headers: Mapping[str, str]) -> web.StreamResponse:
+        body = await read_body(request, self._config.max_body_bytes)
+        intake = await self.take_in(body, route, record)
+        choosing = Choosing(self._dispatcher, intake.routed, record, suspect=self._suspect,
+                            address=lambda endpoint: self._upstream_request(intake, endpoint, request))
+        try:
+            attempt, answer = await answer_from_any(self._upstream, choosing, max_retries=self._config.max_retries,
+                                                    timeout_s=self._config.first_byte_timeout_s)
+        except AttemptFailed as failure:
+            self._suspect_last(record, failure)
+            return _last_word(failure, record)
+        placement = _placement(attempt)
+        try:
+            placement.first_byte()
+            record.first_byte()
+            record.cached_tokens = _count(answer.response.headers.get(CACHED_TOKENS_HEADER))
+            return await self._pass_on(request, answer, record, {**headers, **self._routing_headers(placement)})
+        finally:
+            answer.response.close()
+            placement.release()
+
+    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord) -> Intake:
+        """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
+        began_at = time.perf_counter()
+        parsed = await self._prompt_work.run(len(body) if len(body) > ON_LOOP_PARSE_BYTES else 0,
+                                             lambda: route.parse(body))
+        record.stages["parse"] = time.perf_counter() - began_at
+        record.model, record.stream = parsed.model, parsed.stream
+        reference = self.reference(parsed.model)
+        salt = cache_salt_of(parsed.cache_salt, self._config.worker_token)
+        prepared = await self._prompt_work.prepare(
+            reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
+            extra_keys=salt.extra_keys)
+        record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
+        record.prompt_tokens = prepared.num_tokens
+        return Intake(route, body, parsed, salt, RoutedPrompt(parsed.model, prepared, parsed.max_tokens))
+
+    def explain(self, intake: Intake) -> dict[str, Any]:
+        """What would be decided for this request now."""
+        return self._dispatcher.explain(intake.routed)
+
+    def reference(self, model: str) -> ModelReference:
+        """How to tokenise for this model; 404 when no worker serves it, 503 while none has been heard of at all."""
+        reference = self._joining.reference(model)
+        if reference is not None:
+            return reference
+        known = self._table.models()
+        if not known:
+            raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
+        raise errors.model_not_found(model, known)
+
+    def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest) -> UpstreamRequest:
+        token = self._config.worker_token
+        headers, body = {"content-type": "application/json"}, intake.body
+        if not is_plain(endpoint, token):
+            headers, body = encode_internal(intake.body, intake.routed.prepared.prompts, salt=intake.salt.internal)
+            headers[WORKER_TOKEN_HEADER] = token
+        headers[REQUEST_ID_HEADER] = request_id_of(request)
+        headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        if endpoint.worker.api_key:
+            headers["Authorization"] = f"Bearer {endpoint.worker.api_key}"
+        return UpstreamRequest(endpoint.worker.url + intake.route.path, headers, body, endpoint.worker.ssl_context)
+
+    async def _pass_on(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
+                       headers: Mapping[str, str]) -> web.StreamResponse:
+        record.status = answer.response.status
+        content_type = answer.response.headers.get("content-type", "application/json")
+        if answer.response.status == 200 and content_type.startswith(EVENT_STREAM):
+            return await self._stream(request, answer, record, {"Content-Type": content_type, **headers})
+        return await self._whole(request, answer, record, {"Content-Type": content_type, **headers})
+
+    async def _stream(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
+                      headers: Mapping[str, str]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
+        await response.prepare(request)
+        end = await relay_stream(answer, response.write, lambda error: orjson.dumps(error.body()), self._limits)
+        record.stream_ended(end)
+        await response.write_eof()
+        return response
+
+    async def _whole(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
+                     headers: Mapping[str, str]) -> web.StreamResponse:
+        body, is_complete = await read_whole(answer, self._limits)
+        record.outcome = "ok" if answer.response.status < 400 else "client_error"
+        if is_complete:
+            if answer.response.status == 200:
+                record.reported(body_usage(body))
+            return web.Response(status=answer.response.status, body=body, headers=headers)
+        response = web.StreamResponse(status=answer.response.status, headers=headers)
+        await response.prepare(request)
+        await response.write(body)
+        try:
+            await relay_rest(answer, response.write, self._limits)
+        except UpstreamFailure as lost:
+            record.outcome, record.error = "worker_error", lost.kind.value
+            raise ClientLeft("its answer broke off and had to be cut short") from lost
+        await response.write_eof()
+        return response
+
+    def _routing_headers(self, placement: Placement) -> dict[str, str]:
+        if not self._config.expose_routing:
+            return {}
+        return {WORKER_HEADER: placement.endpoint_id, MATCHED_TOKENS_HEADER: str(placement.decision.matched_tokens)}
+
+    def _suspect_last(self, record: RequestRecord, failure: AttemptFailed) -> None:
+        if record.worker_id is not None:
+            self._suspect(record.worker_id)
+        _log.warning("request_failed_on_every_worker_tried", request_id=record.request_id, worker=record.worker_id,
+                     reason=failure.reason, retries=record.retries)
+
+
+def _placement(attempt: Attempt) -> Placement:
+    assert isinstance(attempt, Placement), "Choosing hands out placements only"
+    return attempt
+
+
+def _last_word(failure: AttemptFailed, record: RequestRecord) -> web.Response:
+    """Nobody took the request: the last worker's own refusal as it came, or our error."""
+    outcome = failure.outcome
+    if isinstance(outcome, ApiError):
+        raise outcome
+    assert isinstance(outcome, Refusal)
+    record.status, record.outcome, record.error = outcome.status, "client_error", failure.reason
+    headers = {"Content-Type": outcome.content_type}
+    if outcome.retry_after is not None:
+        headers["Retry-After"] = outcome.retry_after
+    return web.Response(status=outcome.status, body=outcome.body, headers=headers)
+
+
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdecimal() else None

@@ -1,0 +1,100 @@
+"""The client-facing routes besides generation: models, tokenising, and a clear word on what is not served yet.
+
+Owns: these answers' shapes (OpenAI's and vLLM's). Must never: speak to a worker.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
+
+from gateway import errors
+from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
+from gateway.server.generate import Generate
+from gateway.server.http import Routes, json_response, read_body
+from gateway.server.prompt_work import PromptWork
+from worker.prompt.requests import parse_detokenize, parse_tokenize
+
+MODELS_PREFIX = "/v1/models/"
+NOT_SERVED = ("/v1/responses", "/v1/messages", "/v1/embeddings")
+_STARTED_AT = int(time.time())
+
+
+class ClientRoutes:
+    """Adds its routes to a table."""
+
+    def __init__(self, *, table: EndpointTable, generate: Generate, prompt_work: PromptWork,
+                 max_body_bytes: int) -> None:
+        self._table = table
+        self._generate = generate
+        self._prompt_work = prompt_work
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, routes: Routes) -> None:
+        """Serve everything that clients call."""
+        self._routes = routes
+        routes.add("POST", "/v1/chat/completions", lambda request: self._generate.chat(request, routes))
+        routes.add("POST", "/v1/completions", lambda request: self._generate.completions(request, routes))
+        routes.add("GET", "/v1/models", self._list_models)
+        routes.add_prefix("GET", MODELS_PREFIX, self._get_model)
+        routes.add("POST", "/tokenize", self._tokenize)
+        routes.add("POST", "/detokenize", self._detokenize)
+        for path in NOT_SERVED:
+            routes.add("POST", path, self._not_served)
+
+    async def _list_models(self, request: BaseRequest) -> web.Response:
+        served = [self._table.serving(name) for name in self._table.models()]
+        return json_response({"object": "list", "data": [_model(endpoints) for endpoints in served if endpoints]})
+
+    async def _get_model(self, request: BaseRequest) -> web.Response:
+        name = unquote(self._routes.path_of(request).removeprefix(MODELS_PREFIX))
+        endpoints = self._table.serving(name)
+        if endpoints:
+            return json_response(_model(endpoints))
+        if name in self._table.models():
+            raise errors.no_worker(f"No worker that serves {name} is ready.")
+        raise errors.model_not_found(name, self._table.models())
+
+    async def _tokenize(self, request: BaseRequest) -> web.Response:
+        body = await read_body(request, self._max_body_bytes)
+        parsed = parse_tokenize(body)
+        model = self._model_of(parsed.model)
+        renderer = self._generate.reference(model).renderer
+        tokens = await self._prompt_work.run(len(body), lambda: renderer.tokenize(parsed))
+        texts = [renderer.tokenizer.token_text(token) for token in tokens] if parsed.return_token_strs else None
+        return json_response({"count": len(tokens), "max_model_len": _max_context(self._table.serving(model)),
+                              "tokens": tokens, "token_strs": texts})
+
+    async def _detokenize(self, request: BaseRequest) -> web.Response:
+        body = await read_body(request, self._max_body_bytes)
+        parsed = parse_detokenize(body)
+        renderer = self._generate.reference(self._model_of(parsed.model)).renderer
+        text = await self._prompt_work.run(len(body), lambda: renderer.detokenize(parsed))
+        return json_response({"prompt": text})
+
+    async def _not_served(self, request: BaseRequest) -> web.Response:
+        raise errors.not_served(self._routes.path_of(request))
+
+    def _model_of(self, named: str | None) -> str:
+        """The model a helper route means: the named one, or the only one there is."""
+        known = self._table.models()
+        if named is not None or not known:
+            return named or ""
+        if len(known) > 1:
+            raise errors.model_not_found("(none given)", known)
+        return known[0]
+
+
+def _model(endpoints: list[Endpoint]) -> dict[str, Any]:
+    name = endpoints[0].model
+    return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": name,
+            "max_model_len": _max_context(endpoints)}
+
+
+def _max_context(endpoints: list[Endpoint]) -> int | None:
+    """The shortest context of those that serve: a prompt of that length fits wherever it is sent."""
+    return min((endpoint.report.max_context for endpoint in endpoints if endpoint.report is not None), default=None)

@@ -1,0 +1,153 @@
+"""HTTP around the handlers, on aiohttp's low-level server: who answers, how bodies are read, how errors appear.
+
+Owns: the outermost handler: every outcome becomes a response with an `x-request-id`, and every refusal the OpenAI
+error object. Must never: know what a route does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+
+import orjson
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
+
+from gateway import errors
+from gateway.relay.relay import ClientLeft
+from worker.protocol.api_error import ApiError, invalid_request
+from worker.protocol.logs import get_logger
+
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_MAX_CHARS = 128
+REQUEST_ID_KEY = "headstart.request_id"
+BODY_TIMEOUT_S = 60.0
+CLIENT_CLOSED_REQUEST = 499
+_USABLE_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_MAX_CHARS}}}\Z")
+_log = get_logger(__name__)
+
+Handler = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Routes:
+    """Exact paths, and prefixes whose rest names a resource. `root_path` is what a proxy in front did not strip."""
+
+    def __init__(self, *, root_path: str = "", cors_origins: tuple[str, ...] = ()) -> None:
+        self._root_path = root_path.rstrip("/")
+        self._cors_origins = cors_origins
+        self._exact: dict[str, dict[str, Handler]] = {}
+        self._prefixes: list[tuple[str, str, Handler]] = []
+        self.is_closing: Callable[[], bool] = lambda: False
+
+    def add(self, method: str, path: str, handler: Handler) -> None:
+        """Serve `path` by `handler`."""
+        self._exact.setdefault(path, {})[method] = handler
+
+    def add_prefix(self, method: str, prefix: str, handler: Handler) -> None:
+        """Serve every path that begins so and goes on."""
+        self._prefixes.append((method, prefix, handler))
+
+    def path_of(self, request: BaseRequest) -> str:
+        """The request's path as the routes know it."""
+        return request.path.removeprefix(self._root_path) if self._root_path else request.path
+
+    async def __call__(self, request: BaseRequest) -> web.StreamResponse:
+        """The outermost handler."""
+        request_id = request[REQUEST_ID_KEY] = _request_id_of(request)
+        try:
+            response = await self._answer(request)
+        except ApiError as error:
+            response = error_response(error)
+        except ClientLeft as left:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError(str(left)) from left  # aiohttp then drops the connection and says nothing
+        except ConnectionError:
+            raise
+        except Exception:
+            _log.exception("internal_error", request_id=request_id, path=request.path)
+            response = error_response(ApiError(500, "internal_error", f"The gateway failed on this request "
+                                               f"({request_id}); its log says why."))
+        if not response.prepared:
+            response.headers.update(self.common_headers(request))
+            if self.is_closing():
+                response.force_close()
+        return response
+
+    def common_headers(self, request: BaseRequest) -> dict[str, str]:
+        """What every response carries."""
+        headers = {REQUEST_ID_HEADER: str(request[REQUEST_ID_KEY])}
+        origin = request.headers.get("Origin")
+        if origin is not None and (origin in self._cors_origins or "*" in self._cors_origins):
+            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
+                        "Access-Control-Expose-Headers": "x-request-id, x-headstart-worker, "
+                                                         "x-headstart-matched-tokens"}
+        return headers
+
+    async def _answer(self, request: BaseRequest) -> web.StreamResponse:
+        if request.method == "OPTIONS" and self._cors_origins and "Origin" in request.headers:
+            return web.Response(status=204, headers={
+                "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600",
+                "Access-Control-Allow-Headers": "Authorization, Content-Type, x-request-id"})
+        return await self._find(request)(request)
+
+    def _find(self, request: BaseRequest) -> Handler:
+        path, method = self.path_of(request), request.method
+        handlers = dict(self._exact.get(path, {}))
+        for prefix_method, prefix, handler in self._prefixes:
+            if len(path) > len(prefix) and path.startswith(prefix):
+                handlers.setdefault(prefix_method, handler)
+        if not handlers:
+            raise errors.unknown_path(method, path)
+        wanted = "GET" if method == "HEAD" and "HEAD" not in handlers else method
+        if wanted not in handlers:
+            raise errors.method_not_allowed(method, path, handlers)
+        return handlers[wanted]
+
+
+def error_response(error: ApiError) -> web.Response:
+    """The OpenAI error object."""
+    return json_response(error.body(), status=error.status, headers=error.headers)
+
+
+def json_response(payload: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A JSON body."""
+    return web.Response(body=orjson.dumps(payload), status=status, content_type="application/json",
+                        headers=dict(headers or {}))
+
+
+def request_id_of(request: BaseRequest) -> str:
+    """The id that the outermost handler gave this request."""
+    return str(request[REQUEST_ID_KEY])
+
+
+async def read_body(request: BaseRequest, limit_bytes: int) -> bytes:
+    """The whole body; ApiError 413 once it is known to be too large, 408 when it takes too long, 400 when torn."""
+    if (request.content_length or 0) > limit_bytes:
+        raise errors.body_too_large(limit_bytes)
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        _send_continue(request)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while chunk := await request.content.readany():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise errors.body_too_large(limit_bytes)
+    except TimeoutError:
+        raise errors.body_too_slow(BODY_TIMEOUT_S) from None
+    except web.RequestPayloadError:
+        raise invalid_request("The request body ended early or is badly encoded.", None) from None
+    return bytes(body)
+
+
+def _send_continue(request: BaseRequest) -> None:
+    if request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _request_id_of(request: BaseRequest) -> str:
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _USABLE_REQUEST_ID.match(given) else secrets.token_hex(16)

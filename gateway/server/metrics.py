@@ -1,0 +1,168 @@
+"""The gateway's Prometheus metrics (contract section 6).
+
+Owns: the registry, every counter of finished requests, and the gauges read from the live tables at scrape time: those
+of a worker that is gone are gone with it.
+Must never: take a label from a request that the configuration or the workers do not bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
+from gateway.routing.endpoint import Knowledge
+from gateway.routing.load_ledger import LoadLedger
+from gateway.routing.prefix_index import PrefixIndex
+from gateway.server.request_record import RequestRecord
+
+OTHER = "other"
+LOOP_LAG_INTERVAL_S = 0.5
+_LATENCY_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STAGE_BUCKETS = (.00001, .00003, .0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3)
+_TOKEN_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
+
+
+class GatewayMetrics:
+    """`observe()` at the end of each request; `render()` at each scrape."""
+
+    def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
+        self._table = table
+        registry = self._registry = CollectorRegistry()
+        registry.register(_StateCollector(table, index, ledger))
+        self._requests = Counter("headstart_requests", "Requests answered.", ["route", "model", "code"],
+                                 registry=registry)
+        self._ttft = Histogram("headstart_time_to_first_token_seconds", "Request to first body byte.",
+                               buckets=_LATENCY_BUCKETS, registry=registry)
+        self._inter_token = Histogram("headstart_inter_token_seconds", "Mean gap between a stream's tokens.",
+                                      buckets=_LATENCY_BUCKETS, registry=registry)
+        self._duration = Histogram("headstart_request_duration_seconds", "Request to last byte.",
+                                   buckets=_LATENCY_BUCKETS, registry=registry)
+        self._overhead = Histogram("headstart_overhead_seconds", "Time spent in the gateway before sending upstream.",
+                                   ["stage"], buckets=_STAGE_BUCKETS, registry=registry)
+        self._prompt_tokens = Counter("headstart_prompt_tokens", "Prompt tokens of requests that a worker took.",
+                                      ["model"], registry=registry)
+        self._cached_tokens = Counter("headstart_cached_tokens", "Prompt tokens found in a worker's cache.",
+                                      ["model", "source"], registry=registry)
+        self._hit_error = Histogram("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
+                                    ["direction"], buckets=_TOKEN_BUCKETS, registry=registry)
+        self._decisions = Counter("headstart_decisions", "Where requests went, and why.", ["worker", "reason"],
+                                  registry=registry)
+        self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
+                                registry=registry)
+        self._rejected = Counter("headstart_rejected", "Requests refused by the gateway itself.", ["reason"],
+                                 registry=registry)
+        self._broken_streams = Counter("headstart_broken_streams", "Streams that ended without [DONE].",
+                                       ["reason"], registry=registry)
+        self._disconnects = Counter("headstart_client_disconnects", "Clients that left early.", registry=registry)
+        self.loop_lag = Gauge("headstart_event_loop_lag_seconds", "How late the event loop last ran a timer.",
+                              registry=registry)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+    def observe(self, record: RequestRecord, duration_s: float) -> None:
+        """Count one finished request."""
+        model = self.model_label(record.model)
+        self._requests.labels(record.route, model, str(record.status)).inc()
+        self._duration.observe(duration_s)
+        for stage, seconds in record.stages.items():
+            self._overhead.labels(stage).observe(seconds)
+        for reason in record.retries:
+            self._retries.labels(reason).inc()
+        if record.worker_id is not None and record.reason is not None:
+            self._decisions.labels(record.worker_id, record.reason).inc()
+        if record.outcome == "client_left":
+            self._disconnects.inc()
+        if record.outcome == "client_error" and record.worker_id is None and record.error is not None:
+            self._rejected.labels(record.error).inc()
+        if record.ttft_s is not None:
+            self._observe_answer(record, model, record.ttft_s)
+
+    def _observe_answer(self, record: RequestRecord, model: str, ttft_s: float) -> None:
+        if record.status == 200:
+            self._ttft.observe(ttft_s)
+        if record.stream and record.outcome == "worker_error":
+            self._broken_streams.labels(record.error or OTHER).inc()
+        if record.inter_token_s is not None:
+            self._inter_token.observe(record.inter_token_s)
+        self._prompt_tokens.labels(model).inc(record.prompt_tokens or 0)
+        self._cached_tokens.labels(model, "predicted").inc(record.matched_tokens or 0)
+        self._cached_tokens.labels(model, "reported").inc(record.cached_tokens or 0)
+        error = record.hit_error_tokens()
+        if error is not None and error != 0:
+            self._hit_error.labels("over" if error > 0 else "under").observe(abs(error))
+
+    def model_label(self, model: str | None) -> str:
+        """The model's name if a worker serves it, else `other`: clients cannot make series."""
+        return model if model is not None and model in self._table.models() else OTHER
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Drop the series of a worker that was removed."""
+        self._decisions.remove_by_labels({"worker": worker_id})
+
+
+class _StateCollector(Collector):
+    """What the tables say right now."""
+
+    def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
+        self._table = table
+        self._index = index
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("headstart_index_blocks", "Blocks in the prefix index.",
+                                value=self._index.num_blocks())
+        yield GaugeMetricFamily("headstart_index_bytes", "Memory of the prefix index.",
+                                value=self._index.memory_bytes())
+        yield self._knowledge()
+        yield self._gauge("headstart_inflight", "Requests under way.",
+                          lambda e: self._ledger.load(e.endpoint_id).num_inflight)
+        yield self._gauge("headstart_index_lag_seconds", "Age of the last event when it was applied.",
+                          lambda e: e.feed.lag_s)
+        yield self._gauge("headstart_endpoint_blocks", "Blocks that the index believes this worker holds.",
+                          lambda e: self._index.num_blocks(e.endpoint_id))
+        yield self._gauge("headstart_endpoint_blocks_max", "Blocks of the worker's pool.",
+                          lambda e: e.report.blocks.total if e.report is not None else 0)
+        yield self._gauge("headstart_endpoint_kv_usage_ratio", "Share of the pool that running requests hold.",
+                          lambda e: e.view().kv_usage_ratio if e.epoch is not None else 0.0)
+        yield self._counter("headstart_event_gaps", "Holes found in the worker's events.", lambda e: e.feed.num_gaps)
+        yield self._counter("headstart_event_resyncs", "Snapshots taken.", lambda e: e.feed.num_resyncs)
+        yield self._counter("headstart_event_decode_errors", "Event messages that could not be read.",
+                            lambda e: e.feed.num_undecodable)
+        yield self._counter("headstart_endpoint_evicted_blocks", "Blocks that the worker said it removed.",
+                            lambda e: e.feed.num_evicted_blocks)
+
+    def _knowledge(self) -> Metric:
+        family = GaugeMetricFamily("headstart_knowledge", "1 for the level that applies.", labels=["worker", "level"])
+        for endpoint in self._table:
+            for level in Knowledge:
+                family.add_metric([endpoint.endpoint_id, level.value], float(endpoint.knowledge is level))
+        return family
+
+    def _gauge(self, name: str, text: str, value: Callable[[Endpoint], float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["worker"])
+        for endpoint in self._table:
+            family.add_metric([endpoint.endpoint_id], value(endpoint))
+        return family
+
+    def _counter(self, name: str, text: str, value: Callable[[Endpoint], float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["worker"])
+        for endpoint in self._table:
+            family.add_metric([endpoint.endpoint_id], value(endpoint))
+        return family
+
+
+async def measure_loop_lag(gauge: Gauge) -> None:
+    """How late a timer fires tells how long others hold the loop. Runs for ever."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_at = loop.time() + LOOP_LAG_INTERVAL_S
+        await asyncio.sleep(LOOP_LAG_INTERVAL_S)
+        gauge.set(max(0.0, loop.time() - due_at))

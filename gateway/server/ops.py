@@ -1,0 +1,157 @@
+"""The operators' routes: liveness, readiness, metrics, and the admin routes behind their token.
+
+Owns: who may see what. Must never: show prompt text, a token or a seed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
+
+from gateway import errors
+from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
+from gateway.routing.load_ledger import LoadLedger
+from gateway.routing.prefix_index import PrefixIndex
+from gateway.server.generate import CHAT, COMPLETIONS, Generate
+from gateway.server.http import Routes, json_response, read_body
+from gateway.server.metrics import GatewayMetrics
+from gateway.server.request_record import RequestRecord
+from worker.protocol.api_error import ApiError
+
+WORKERS_PREFIX = "/admin/workers/"
+DRAIN_SUFFIX = "/drain"
+_METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Readiness:
+    """Whether this gateway should get traffic: some worker ready, start-up sync over, not shutting down."""
+
+    def __init__(self, table: EndpointTable, *, sync_timeout_s: float) -> None:
+        self._table = table
+        self._sync_until = time.monotonic() + sync_timeout_s
+        self._was_synced = False
+        self.closing = False
+
+    def problem(self) -> str | None:
+        """Why not; None when ready."""
+        if self.closing:
+            return "shutting down"
+        if not any(endpoint.state in (EndpointState.READY, EndpointState.INCOMPATIBLE) for endpoint in self._table):
+            return "no worker is ready"
+        return None if self._is_synced() else "waiting for the workers' cache contents"
+
+    def _is_synced(self) -> bool:
+        """Start-up sync ends once: a feed that breaks later makes routing blinder, not the gateway unready."""
+        self._was_synced = self._was_synced or time.monotonic() >= self._sync_until or all(
+            endpoint.feed.in_sequence for endpoint in self._table
+            if endpoint.state is EndpointState.READY and endpoint.scheme is not None
+            and endpoint.report is not None and endpoint.report.events is not None)
+        return self._was_synced
+
+
+class OpsRoutes:
+    """Adds its routes to a table. `request_drain` hands an operator's wish to the keeper of the endpoint table."""
+
+    def __init__(self, *, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, metrics: GatewayMetrics,
+                 readiness: Readiness, generate: Generate, admin_token: str, max_body_bytes: int,
+                 request_drain: Callable[[str], Awaitable[None]]) -> None:
+        self._table = table
+        self._index = index
+        self._ledger = ledger
+        self._metrics = metrics
+        self._readiness = readiness
+        self._generate = generate
+        self._admin_token = admin_token.encode()
+        self._max_body_bytes = max_body_bytes
+        self._request_drain = request_drain
+
+    def add_probes(self, routes: Routes) -> None:
+        """/livez and /readyz: on every listener."""
+        routes.add("GET", "/livez", self._livez)
+        routes.add("GET", "/readyz", self._readyz)
+
+    def add_metrics(self, routes: Routes) -> None:
+        """/metrics tells of models and workers to whoever can reach the listener."""
+        routes.add("GET", "/metrics", self._render_metrics)
+
+    def add_admin(self, routes: Routes) -> None:
+        """The routes that want the admin token."""
+        self._routes = routes
+        routes.add("GET", "/admin/workers", self._workers)
+        routes.add_prefix("POST", WORKERS_PREFIX, self._drain)
+        routes.add("POST", "/admin/explain", self._explain)
+
+    async def _livez(self, request: BaseRequest) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, request: BaseRequest) -> web.Response:
+        problem = self._readiness.problem()
+        return json_response({"status": problem or "ok"}, status=503 if problem else 200)
+
+    async def _render_metrics(self, request: BaseRequest) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": _METRICS_CONTENT_TYPE})
+
+    async def _workers(self, request: BaseRequest) -> web.Response:
+        self._authorise(request)
+        return json_response({"workers": [self._worker(endpoint) for endpoint in self._table]})
+
+    async def _drain(self, request: BaseRequest) -> web.Response:
+        self._authorise(request)
+        path = self._routes.path_of(request)
+        worker_id = unquote(path.removeprefix(WORKERS_PREFIX).removesuffix(DRAIN_SUFFIX))
+        if not path.endswith(DRAIN_SUFFIX):
+            raise errors.unknown_path("POST", path)
+        if self._table.get(worker_id) is None:
+            raise ApiError(404, "worker_not_found", f"There is no worker {worker_id[:200]!r}; see /admin/workers.")
+        await self._request_drain(worker_id)
+        return json_response({"id": worker_id, "state": "draining"}, status=202)
+
+    async def _explain(self, request: BaseRequest) -> web.Response:
+        """A request's body in, the decision out; nothing is booked or sent."""
+        self._authorise(request)
+        body = await read_body(request, self._max_body_bytes)
+        route = CHAT if _has_messages(body) else COMPLETIONS
+        intake = await self._generate.take_in(body, route, RequestRecord("explain", "/admin/explain"))
+        return json_response(self._generate.explain(intake))
+
+    def _authorise(self, request: BaseRequest) -> None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = token.strip().encode("utf-8", "surrogateescape")
+        is_right = hmac.compare_digest(given, self._admin_token)
+        if not (self._admin_token and scheme.lower() == "bearer" and is_right):
+            raise errors.unauthenticated()
+
+    def _worker(self, endpoint: Endpoint) -> dict[str, Any]:
+        report, worker_id = endpoint.report, endpoint.endpoint_id
+        return {
+            "id": worker_id, "url": endpoint.worker.url, "models": [endpoint.model] if endpoint.model else [],
+            "engine": report.engine if report else None, "version": report.version if report else None,
+            "state": endpoint.state.value, "detail": endpoint.detail, "knowledge": endpoint.knowledge.value,
+            "epoch": endpoint.epoch, "pid": endpoint.worker.pid or (report.pid if report else None),
+            "blocks": self._index.num_blocks(worker_id),
+            "speculative_blocks": self._index.num_speculative_blocks(worker_id),
+            "blocks_total": report.blocks.total if report else None,
+            "inflight": self._ledger.load(worker_id).num_inflight,
+            "hash_scheme_digest": report.hash_scheme_digest if report else None,
+            "block_size": report.block_size if report else None,
+            "parity": endpoint.parity.as_json() if endpoint.parity else None,
+            "events": {"in_sequence": endpoint.feed.in_sequence, "batches": endpoint.feed.num_applied_batches,
+                       "gaps": endpoint.feed.num_gaps, "replays": endpoint.feed.num_replays,
+                       "resyncs": endpoint.feed.num_resyncs, "duplicates": endpoint.feed.num_duplicates,
+                       "undecodable": endpoint.feed.num_undecodable, "lag_s": endpoint.feed.lag_s,
+                       "detail": endpoint.feed.detail},
+        }
+
+
+def _has_messages(body: bytes) -> bool:
+    try:
+        return "messages" in orjson.loads(body)
+    except (orjson.JSONDecodeError, TypeError):
+        return True  # the strict parser then says what is wrong with it

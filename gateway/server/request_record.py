@@ -1,0 +1,101 @@
+"""Everything one request leaves behind: the facts for its metrics and its one log line. Never prompt text.
+
+Owns: the record. Must never: decide anything by it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from gateway.relay.relay import StreamEnd
+from gateway.relay.sse import Usage
+from worker.protocol.api_error import ApiError
+
+STAGES = ("parse", "tokenize", "hash", "match", "pick", "connect")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in as the request goes its way. Instants are time.monotonic(); tokens are the first prompt's.
+
+    `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
+    `outcome`: ok, client_error, client_left, worker_error, or gateway_error for our own bugs.
+    """
+
+    request_id: str
+    route: str
+    began_at: float = field(default_factory=time.monotonic)
+    model: str | None = None
+    stream: bool = False
+    worker_id: str | None = None
+    reason: str | None = None
+    knowledge: str | None = None
+    prompt_tokens: int | None = None
+    matched_tokens: int | None = None
+    confirmed_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    retries: list[str] = field(default_factory=list)
+    ttft_s: float | None = None
+    inter_token_s: float | None = None
+    status: int = 500
+    outcome: str = "gateway_error"
+    error: str | None = None
+
+    def first_byte(self) -> None:
+        """The first body bytes are about to go to the client."""
+        self.ttft_s = time.monotonic() - self.began_at
+
+    def reported(self, usage: Usage | None) -> None:
+        """What the worker says it did; a figure already known from its headers stays."""
+        if usage is None:
+            return
+        self.completion_tokens = usage.completion_tokens
+        self.prompt_tokens = self.prompt_tokens or usage.prompt_tokens
+        if self.cached_tokens is None:
+            self.cached_tokens = usage.cached_tokens
+
+    def stream_ended(self, end: StreamEnd) -> None:
+        """The stream is over, well or not."""
+        self.reported(end.tail.stream_usage())
+        num_gaps = (self.completion_tokens or end.num_chunks) - 1
+        if num_gaps > 0:
+            self.inter_token_s = (end.last_chunk_at - end.first_chunk_at) / num_gaps
+        if end.failure is None:
+            self.outcome = "ok"
+        else:
+            self.outcome, self.error = "worker_error", end.failure.code
+
+    def hit_error_tokens(self) -> int | None:
+        """How far the reported figure lies from the predicted range: above 0 too much was predicted, below too little.
+
+        None when there is nothing to compare.
+        """
+        low, high, cached = self.confirmed_tokens, self.matched_tokens, self.cached_tokens
+        if low is None or high is None or cached is None:
+            return None
+        return max(0, low - cached) or min(0, high - cached)
+
+    def refused(self, error: ApiError) -> None:
+        """The request ends in this error object."""
+        self.status, self.error = error.status, error.code
+        self.outcome = "client_error" if error.status < 500 else "worker_error"
+
+    def log_fields(self, duration_s: float) -> dict[str, object]:
+        """The request's log line, without what does not apply."""
+        fields = {
+            "request_id": self.request_id, "route": self.route, "model": self.model, "stream": self.stream,
+            "status": self.status, "outcome": self.outcome, "error": self.error, "worker": self.worker_id,
+            "reason": self.reason, "knowledge": self.knowledge, "prompt_tokens": self.prompt_tokens,
+            "matched_tokens": self.matched_tokens, "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens, "retries": self.retries or None,
+            "ttft_ms": _ms(self.ttft_s), "inter_token_ms": _ms(self.inter_token_s), "duration_ms": _ms(duration_s),
+            **{f"{stage}_ms": _ms(seconds) for stage, seconds in self.stages.items()},
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
