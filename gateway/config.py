@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from gateway.routing.policies import POLICIES
+from worker.protocol.logs import FORMATS, LEVELS
+from worker.protocol.settings import setting
+
+PORT_MAX = 65_535
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        whole = False
+    return None if whole else f"should look like http://host:port, got {url!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """One configured worker. `api_key` and `ca_file` are for engines that ask for them."""
 
-    url: str
+    url: str = setting(check=_url_problem)
     worker_id: str | None = None
     api_key: str | None = None
     ca_file: Path | None = None
@@ -19,29 +35,34 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    ops_port: int | None = None
-    workers: tuple[WorkerSpec, ...] = ()
-    policy: str = "headstart"
-    max_body_bytes: int = 32 * 1024 * 1024
-    index_max_bytes: int = 512 * 1024 * 1024
-    speculative_ttl_s: float = 5.0
-    connect_timeout_s: float = 2.0
-    first_byte_timeout_s: float = 600.0
-    chunk_gap_timeout_s: float = 120.0
-    max_retries: int = 2
-    health_interval_s: float = 1.0
-    keepalive_s: float = 15.0
-    drain_delay_s: float = 5.0
-    drain_s: float = 120.0
-    sync_timeout_s: float = 30.0
-    expose_routing: bool = True
-    admin_token: str = ""           # HEADSTART_ADMIN_TOKEN; empty: a random one in a 0600 file
-    admin_token_file: Path | None = None
-    worker_token: str = ""          # HEADSTART_WORKER_TOKEN; empty: workers tokenise for themselves
-    log_format: str = "json"
-    log_level: str = "info"
-    root_path: str = ""
-    cors_origins: tuple[str, ...] = field(default=())
-    trusted_proxies: tuple[str, ...] = field(default=())
+    """One gateway process. Bytes, seconds and counts as the names say."""
+
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(8000, bounds=(0, PORT_MAX), help="port to listen on")
+    ops_port: int | None = setting(None, bounds=(0, PORT_MAX),
+                                   help="a port of its own for probes, metrics and /admin")
+    workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
+    policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
+    max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
+    index_max_bytes: int = setting(512 * 1024 * 1024, bounds=(1, None), help="memory of the prefix index at most")
+    speculative_ttl_s: float = setting(5.0, bounds=(0, None), help="how long a routed prompt counts as cached")
+    connect_timeout_s: float = setting(2.0, bounds=(0.001, None), help="connecting to a worker")
+    first_byte_timeout_s: float = setting(600.0, bounds=(0.001, None), help="a worker's first byte")
+    chunk_gap_timeout_s: float = setting(120.0, bounds=(0.001, None), help="silence inside a stream")
+    max_retries: int = setting(2, bounds=(0, None), help="other workers tried before the first byte")
+    health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
+    keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")
+    drain_delay_s: float = setting(5.0, bounds=(0, None), help="after SIGTERM: still accepting, no longer ready")
+    drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after that")
+    sync_timeout_s: float = setting(30.0, bounds=(0, None), help="ready without full knowledge of the caches after")
+    expose_routing: bool = setting(True, table="privacy", help="x-headstart-worker and -matched-tokens in responses")
+    # Empty: a random one in a 0600 file.
+    admin_token: str = setting("", env="HEADSTART_ADMIN_TOKEN")
+    admin_token_file: Path | None = setting(None, help="where a random admin token is written")
+    # Empty: workers tokenise for themselves.
+    worker_token: str = setting("", env="HEADSTART_WORKER_TOKEN")
+    log_format: str = setting("json", choices=FORMATS, help="log lines")
+    log_level: str = setting("info", choices=LEVELS, help="log lines from here up")
+    root_path: str = setting("", table="server", help="path prefix that a proxy in front strips")
+    cors_origins: tuple[str, ...] = setting((), table="server", help="origins browsers may call from, with commas")
+    trusted_proxies: tuple[str, ...] = setting((), table="server", help="addresses whose Forwarded headers count")

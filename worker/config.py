@@ -5,31 +5,56 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from worker.protocol.logs import FORMATS, LEVELS
+from worker.protocol.settings import setting
+
+PORT_MAX = 65_535
+
+
+def _threads_problem(value: str) -> str | None:
+    return None if value == "auto" or (value.isdecimal() and int(value) > 0) else \
+        f"should be auto or a number of 1 or more, got {value!r}"
+
+
+def _seed_problem(value: str) -> str | None:
+    try:
+        bytes.fromhex(value)
+    except ValueError:
+        return "should be hex, an even number of digits; make one with: openssl rand -hex 32"
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    model: str = "smollm2"
-    served_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8100
-    events_host: str = "127.0.0.1"
-    events_port: int = 0            # 0: any free port; the replay socket takes another
-    block_size: int = 16
-    kv_memory: str = "1GiB"
-    kv_dtype: str = "auto"
-    exactness: str = "fast"
-    kv_cache: str = "full"
-    threads: str = "auto"
-    device: str = "auto"
-    chat_template: Path | None = None
-    max_batch_tokens: int = 512
-    max_running: int = 64
-    max_waiting: int = 512
-    max_context: int | None = None
-    max_body_bytes: int = 32 * 1024 * 1024
-    drain_s: float = 120.0
-    cache_dir: Path | None = None
-    log_format: str = "json"
-    log_level: str = "info"
-    worker_token: str = ""          # HEADSTART_WORKER_TOKEN; empty: internal requests are refused
-    hash_seed: str = ""             # HEADSTART_HASH_SEED; hex; empty: a seed shared by all unkeyed workers
+    """One worker process. Sizes in bytes unless the name says otherwise; `kv_memory` may also be a share."""
+
+    model: str = setting("smollm2", help="a Hugging Face folder, a .gguf file, a hub id, smollm2 or gemma3")
+    served_name: str | None = setting(None, help="the name clients use; the model's own by default")
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(8100, bounds=(0, PORT_MAX), help="port to listen on")
+    events_host: str = setting("127.0.0.1", help="address of the KV event sockets; events carry prompt tokens")
+    # 0: any free port; the replay socket takes another.
+    events_port: int = setting(0, bounds=(0, PORT_MAX), help="port of the KV event socket, 0 for any")
+    block_size: int = setting(16, bounds=(1, 4096), help="token positions in a KV block")
+    kv_memory: str = setting("1GiB", help="KV memory: bytes such as 2GiB, or a share of what is free such as 0.9")
+    kv_dtype: str = setting("auto", help="auto, float32, bfloat16 or float16")
+    exactness: str = setting("fast", choices=("strict", "fast"),
+                             help="strict: cached and computed answers are equal bit for bit, slower")
+    kv_cache: str = setting("full", choices=("full", "decode", "off"),
+                            help="decode and off are for measuring and as oracles only")
+    threads: str = setting("auto", check=_threads_problem, help="CPU threads of the engine")
+    device: str = setting("auto", help="auto, cpu or cuda")
+    chat_template: Path | None = setting(None, help="a Jinja file in place of the model's own template")
+    max_batch_tokens: int = setting(512, bounds=(1, None), help="tokens computed in one step at most")
+    max_running: int = setting(64, bounds=(1, None), help="sequences running at once")
+    max_waiting: int = setting(512, bounds=(0, None), help="sequences waiting at most; more are refused with 429")
+    max_context: int | None = setting(None, bounds=(1, None), help="longest sequence (what model and pool allow)")
+    max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), help="request bodies at most")
+    drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after SIGTERM")
+    cache_dir: Path | None = setting(None, help="where converted models are kept")
+    log_format: str = setting("json", choices=FORMATS, help="log lines")
+    log_level: str = setting("info", choices=LEVELS, help="log lines from here up")
+    # Empty: internal requests are refused, so the worker tokenises for itself.
+    worker_token: str = setting("", env="HEADSTART_WORKER_TOKEN")
+    # Hex. Empty: a seed shared by all unkeyed workers.
+    hash_seed: str = setting("", env="HEADSTART_HASH_SEED", check=_seed_problem)

@@ -32,7 +32,7 @@ def stored_events(draw: st.DrawFn, block_size: int | None = None) -> BlockStored
     size = block_size or draw(st.integers(1, 5))
     count = draw(st.integers(1, 3))
     tokens = draw(st.lists(st.integers(0, 2**32 - 1), min_size=size * count, max_size=size * count))
-    extra = draw(st.one_of(st.just([]), st.lists(st.lists(keys, max_size=2).map(tuple), min_size=count, max_size=count)))
+    extra = draw(st.just([]) | st.lists(st.lists(keys, max_size=2).map(tuple), min_size=count, max_size=count))
     return BlockStored(
         tuple(draw(st.lists(hashes, min_size=count, max_size=count))), draw(st.none() | hashes), tuple(tokens), size,
         tuple(extra), medium=draw(st.sampled_from(["GPU", "CPU"])), group_idx=draw(st.none() | st.integers(0, 3)))

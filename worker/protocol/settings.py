@@ -1,7 +1,7 @@
 """Layered configuration of both commands: flags over environment over a TOML file over the dataclass's defaults.
 
-Owns: turning those layers into one checked instance, with every problem reported at once; the flags that a dataclass
-implies; the printed outcome with secrets masked. Must never: know a setting by name; dataclasses state them.
+Owns: turning those layers into one checked instance, with every problem reported at once; the printed outcome with
+secrets masked. Must never: know a setting by name; dataclasses state them.
 
 A field may say more than its type through `setting(...)`: its help, choices, bounds, an environment variable of its
 own, the TOML table it belongs to. Types understood: str, int, float, bool, Path, X | None, tuple[X, ...] (with commas
@@ -10,7 +10,6 @@ in a variable) and tuples of dataclasses, where a bare string stands for the fir
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import re
@@ -20,7 +19,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _SECRET_ENDINGS = ("token", "seed", "api_key", "secret")
@@ -46,18 +45,23 @@ class _BadValue(ValueError):
 class _Rule:
     help: str = ""
     choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
+    bounds: tuple[float | None, float | None] = (None, None)
     env: str | None = None
     table: str | None = None
+    flag: str | None = None
     check: Callable[[Any], str | None] | None = None
 
 
 def setting(default: Any = dataclasses.MISSING, *, help: str = "", choices: tuple[str, ...] = (),
-            minimum: float | None = None, maximum: float | None = None, env: str | None = None,
-            table: str | None = None, check: Callable[[Any], str | None] | None = None) -> Any:
-    """A dataclass field with rules. `check` returns what is wrong with a value, or None."""
-    rule = _Rule(help, choices, minimum, maximum, env, table, check)
+            bounds: tuple[float | None, float | None] = (None, None), env: str | None = None,
+            table: str | None = None, flag: str | None = None,
+            check: Callable[[Any], str | None] | None = None) -> Any:
+    """A dataclass field with rules.
+
+    `bounds` are the least and the greatest value; `env`, `table` and `flag` stand in for the names that the field's
+    own would give (a `flag` that differs is given once per item of a tuple); `check` returns what is wrong, or None.
+    """
+    rule = _Rule(help, choices, bounds, env, table, flag, check)
     return dataclasses.field(default=default, metadata={"setting": rule})
 
 
@@ -70,7 +74,8 @@ def load_settings(kind: type[T], *, flags: Mapping[str, Any], environ: Mapping[s
     problems: list[str] = []
     given = {**_from_toml(kind, toml_path, problems),
              **_from_environ(kind, environ, env_prefix, problems),
-             **{name: (value, f"--{name.replace('_', '-')}") for name, value in flags.items() if value is not None}}
+             **{field.name: (flags[field.name], f"--{_flag(field)}") for field in _fields(kind)
+                if flags.get(field.name) is not None}}
     values: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
     for field in _fields(kind):
@@ -86,16 +91,26 @@ def load_settings(kind: type[T], *, flags: Mapping[str, Any], environ: Mapping[s
     return kind(**values)
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """One --flag per field but secrets, all text: load_settings checks them with the other layers, all at once."""
+class FlagSpec(NamedTuple):
+    """What a command line needs to offer a setting as a flag."""
+
+    name: str
+    flag: str
+    help: str
+    choices: tuple[str, ...]
+    repeats: bool
+
+
+def flag_specs(kind: type) -> list[FlagSpec]:
+    """A flag for every field but the secrets: every user of the machine can read a command line."""
+    specs = []
     for field in _fields(kind):
         rule = _rule(field)
-        if is_secret(field.name):
-            continue  # a command line is readable by every user of the machine
-        shown = "{" + ",".join(rule.choices) + "}" if rule.choices else field.name.upper()
         default = "" if field.default in (None, (), "", dataclasses.MISSING) else f" (default {field.default})"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, metavar=shown, default=None,
-                            help=(rule.help + default).strip().replace("%", "%%"))
+        if not is_secret(field.name):
+            specs.append(FlagSpec(field.name, "--" + _flag(field), (rule.help + default).strip(), rule.choices,
+                                  repeats=rule.flag is not None))
+    return specs
 
 
 def render_settings(config: Any) -> str:
@@ -125,6 +140,10 @@ def is_secret(name: str) -> bool:
 
 def _rule(field: dataclasses.Field[Any]) -> _Rule:
     return typing.cast(_Rule, field.metadata.get("setting", _Rule()))
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return _rule(field).flag or field.name.replace("_", "-")
 
 
 def _fields(kind: type) -> tuple[dataclasses.Field[Any], ...]:
@@ -194,10 +213,11 @@ def _checked(value: Any, rule: _Rule) -> Any:
         close = difflib.get_close_matches(str(value), rule.choices, n=1)
         raise _BadValue(f"{value!r} is not one of {', '.join(rule.choices)}"
                         + (f"; did you mean {close[0]!r}?" if close else ""))
-    if rule.minimum is not None and value < rule.minimum:
-        raise _BadValue(f"should be at least {rule.minimum:g}, got {value}")
-    if rule.maximum is not None and value > rule.maximum:
-        raise _BadValue(f"should be at most {rule.maximum:g}, got {value}")
+    least, greatest = rule.bounds
+    if least is not None and value < least:
+        raise _BadValue(f"should be at least {least:g}, got {value}")
+    if greatest is not None and value > greatest:
+        raise _BadValue(f"should be at most {greatest:g}, got {value}")
     if rule.check is not None and (problem := rule.check(value)) is not None:
         raise _BadValue(problem)
     return value
