@@ -1,20 +1,91 @@
-"""Asks the machine itself whether strict mode's promise holds on it."""
+"""Asks the machine itself whether strict mode's promise holds on it.
+
+That equal rows give equal bits in matrix products of equal kind was found on one CPU; another BLAS, another
+instruction set or another thread count may not agree. The probe runs a few dozen positions of the loaded model, cut
+and batched in several ways, and compares every key, value and logit bit by bit. It takes about a second and proves
+nothing beyond what it ran.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from worker.model.forward_batch import ForwardBatch, SequenceRows
+from worker.model.kv_storage import KVStorage
 from worker.model.paged_model import PagedModel
+from worker.model.strict_attention import KEY_TILE
+
+_NUM_POSITIONS = 40
+# Chunk lengths, each adding up to _NUM_POSITIONS: whole, ragged, on and off the row multiple, token by token.
+_CUTS = ((40,), (1, 39), (16, 24), (23, 17), (36, 1, 1, 1, 1))
+_NEIGHBOURS = (3, 21)
 
 
 @dataclass(frozen=True, slots=True)
 class ExactnessReport:
-    """`exact`: every cut of the probe prompt gave the same bits. `note` is one line for the start-up log."""
+    """`exact`: every cut of the probe gave the same bits. `note` is one line for the start-up log."""
 
     exact: bool
     note: str
 
 
 def probe_exactness(model: PagedModel) -> ExactnessReport:
-    """Cut a short prompt several ways (whole, chunked, token by token, batched) and compare logits bit by bit."""
-    return ExactnessReport(False, f"not probed: {model.spec.name}")
+    """Compute the same positions whole, chunked, token by token and batched, and compare the bits."""
+    if model.exactness != "strict":
+        return ExactnessReport(False, "fast: answers may differ in the last bits from one batch or cut to the next")
+    probe = _Probe(model)
+    expected = probe.run(_CUTS[0], neighbours=())
+    ways = [(f"cut {cut}", cut, ()) for cut in _CUTS[1:]] + [("batched with others", _CUTS[0], _NEIGHBOURS)]
+    for name, cut, neighbours in ways:
+        if not _equal(probe.run(cut, neighbours=neighbours), expected):
+            return ExactnessReport(False, f"strict: with {torch.get_num_threads()} threads on this machine, positions {name} "
+                                          "differ from those computed whole, so a cache hit may change an answer's "
+                                          "last bits; try --threads 1")
+    return ExactnessReport(True, f"strict: {_NUM_POSITIONS} positions around {probe.start + _NUM_POSITIONS} gave the "
+                                 f"same bits in {len(ways) + 1} cuts and batches, {torch.get_num_threads()} threads")
+
+
+class _Probe:
+    """A storage whose past is random numbers, so that a long context costs nothing; runs cuts over it."""
+
+    def __init__(self, model: PagedModel) -> None:
+        self._model = model
+        # Just short of the third key tile, so that rows fall on both sides of its edge; less in a small context.
+        self.start = max(0, min(2 * KEY_TILE - _NUM_POSITIONS // 2, model.spec.max_context - _NUM_POSITIONS))
+        end = self.start + _NUM_POSITIONS
+        self._blocks_each = -(-end // model.block_size)
+        self._storage = model.make_storage(self._blocks_each * (1 + len(_NEIGHBOURS)))
+        generator = torch.Generator().manual_seed(1)
+        for tensor in (*self._storage.keys, *self._storage.values):
+            noise = torch.randn(tensor[:-1].shape, generator=generator)    # the last block stays blank
+            tensor[:-1].copy_(noise)
+
+    def run(self, cut: Sequence[int], *, neighbours: Sequence[int]) -> list[torch.Tensor]:
+        """Logits of the last position, then its sequence's K/V in every layer, after computing chunk by chunk."""
+        begin, logits = 0, torch.empty(0)
+        for length in cut:
+            last = begin + length == _NUM_POSITIONS
+            others = [self._rows(index + 1, 0, count, wants_logits=last) for index, count in enumerate(neighbours)]
+            # In the middle of the batch, where its rows are neither first nor last.
+            others.insert(len(others) // 2, self._rows(0, begin, length, wants_logits=last))
+            logits = self._model.forward(ForwardBatch(tuple(others)), self._storage)
+            begin += length
+        return [logits[len(neighbours) // 2], *_contents(self._storage, self._blocks_each)]
+
+    def _rows(self, sequence: int, begin: int, length: int, *, wants_logits: bool) -> SequenceRows:
+        vocab = self._model.spec.vocab_size
+        token_ids = [(7919 * position + 104729 * sequence + 13) % vocab for position in range(begin, begin + length)]
+        table = range(sequence * self._blocks_each, (sequence + 1) * self._blocks_each)
+        start = self.start + begin
+        return SequenceRows(token_ids, start, table, start, wants_logits)
+
+
+def _contents(storage: KVStorage, num_blocks: int) -> list[torch.Tensor]:
+    return [tensor[:num_blocks].clone() for tensor in (*storage.keys, *storage.values)]
+
+
+def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
