@@ -1,7 +1,8 @@
 """Asks the machine itself whether strict mode's promise holds on it.
 
 That equal rows give equal bits in matrix products of equal kind was found on one CPU; another BLAS, another
-instruction set or another thread count may not agree. The probe runs a few dozen positions of the loaded model, cut
+instruction set or another thread count may not agree (three threads do not: torch cuts gelu's input into three runs
+whose ends fall off the vector width). The probe runs a few dozen positions of the loaded model, cut
 and batched in several ways, and compares every key, value and logit bit by bit. It takes about a second and proves
 nothing beyond what it ran.
 """
@@ -41,9 +42,9 @@ def probe_exactness(model: PagedModel) -> ExactnessReport:
     ways = [(f"cut {cut}", cut, ()) for cut in _CUTS[1:]] + [("batched with others", _CUTS[0], _NEIGHBOURS)]
     for name, cut, neighbours in ways:
         if not _equal(probe.run(cut, neighbours=neighbours), expected):
-            return ExactnessReport(False, f"strict: with {torch.get_num_threads()} threads on this machine, positions {name} "
-                                          "differ from those computed whole, so a cache hit may change an answer's "
-                                          "last bits; try --threads 1")
+            return ExactnessReport(False, f"strict: with {torch.get_num_threads()} threads on this machine, positions "
+                                          f"{name} differ from those computed whole, so a cache hit may change an "
+                                          "answer's last bits; try --threads 1 or another power of two")
     return ExactnessReport(True, f"strict: {_NUM_POSITIONS} positions around {probe.start + _NUM_POSITIONS} gave the "
                                  f"same bits in {len(ways) + 1} cuts and batches, {torch.get_num_threads()} threads")
 
