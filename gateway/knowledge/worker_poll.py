@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import aiohttp
 from zmq.asyncio import Context
 
-from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.knowledge.engines.headstart import (
     HeadstartWorker,
@@ -172,11 +170,6 @@ class WorkerPoll:
         feed = EventFeed(self._adapters[endpoint.endpoint_id], sockets, scheme, self._writer, endpoint.feed)
         self._feeds[endpoint.endpoint_id] = asyncio.create_task(feed.run(self._context),
                                                                 name=f"feed-{endpoint.endpoint_id}")
-
-
-def new_table(workers: Iterable[DiscoveredWorker]) -> EndpointTable:
-    """A table of workers of which nothing is known yet."""
-    return EndpointTable(tuple(workers))
 
 
 def _log_state(endpoint: Endpoint) -> None:

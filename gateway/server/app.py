@@ -1,10 +1,200 @@
-"""The gateway process: listeners, signals, drain (interface first; the body is being written)."""
+"""The gateway process: its parts put together, its listeners, and its end.
+
+Owns: start-up order, signals and the drain (contract section 3). Must never: handle a request itself.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import sys
+
+import aiohttp
+import uvloop
+from aiohttp import web
+
 from gateway.config import GatewayConfig
+from gateway.knowledge.discovery.static import DiscoveryError, static_workers
+from gateway.knowledge.endpoint_table import EndpointTable
+from gateway.knowledge.index_writer import IndexWriter
+from gateway.knowledge.worker_poll import WorkerPoll
+from gateway.relay.upstream import PooledUpstream
+from gateway.routing.policies import Policy, policy_named
+from gateway.server.admin_token import admin_token_of
+from gateway.server.dispatch import Dispatcher
+from gateway.server.generate import Generate
+from gateway.server.handlers import ClientRoutes
+from gateway.server.http import Routes
+from gateway.server.metrics import measure_loop_lag
+from gateway.server.ops import OpsRoutes, Readiness
+from gateway.server.prompt_work import PromptWork
+from gateway.server.state import new_state
+from worker.protocol.logs import configure_logging, get_logger
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+IDLE_POLL_S = 0.05
+KEEPALIVE_TIMEOUT_S = 75.0
+STOP_GRACE_S = 2.0
+_log = get_logger(__name__)
+
+
+class StartError(Exception):
+    """The gateway cannot start. The message is one line with a remedy."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Gateway:
+    """One gateway process's parts. Create it inside a running loop; start(), then drain() or aclose()."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        table, policy = _checked(config)
+        self.config = config
+        self.state = new_state(config, table)
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        self._writer = IndexWriter(self.state.index)
+        self._poll = WorkerPoll(table, self.state.joining, self._writer, session=self._session,
+                                worker_token=config.worker_token, health_interval_s=config.health_interval_s)
+        self._upstream = PooledUpstream(connect_timeout_s=config.connect_timeout_s)
+        self._prompt_work = PromptWork()
+        self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)
+        dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
+                                speculative_ttl_s=config.speculative_ttl_s)
+        self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
+                                  upstream=self._upstream, suspect=self._poll.nudge)
+        self._runners: list[web.ServerRunner] = []
+        self._sites: list[web.TCPSite] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = config.port
+
+    async def start(self) -> None:
+        """Open the listeners and begin to look at the workers. StartError when a port or file cannot be used."""
+        main, ops = self._routes()
+        self.port = await self._listen(main, self.config.port)
+        if self.config.ops_port is not None:
+            await self._listen(ops, self.config.ops_port)
+        self._tasks = [asyncio.create_task(self._writer.run(), name="index-writer"),
+                       asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
+        self._poll.start()
+        _log.info("gateway_started", host=self.config.host, port=self.port, ops_port=self.config.ops_port,
+                  policy=self.config.policy, workers=[endpoint.worker.url for endpoint in self.state.table])
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Stop being ready, keep accepting for a while, then finish what runs. `hurry` cuts every wait short."""
+        self._readiness.closing = True
+        _log.info("gateway_draining", inflight=self._generate.num_inflight, drain_s=self.config.drain_s)
+        await _wait_or_hurry(hurry, self.config.drain_delay_s)
+        for site in self._sites:
+            await site.stop()
+        deadline = asyncio.get_running_loop().time() + self.config.drain_s
+        while self._generate.num_inflight and asyncio.get_running_loop().time() < deadline and not hurry.is_set():
+            await _wait_or_hurry(hurry, IDLE_POLL_S)
+
+    async def aclose(self) -> None:
+        """Cut what is left and let everything go."""
+        for runner in self._runners:
+            await runner.cleanup()
+        await self._poll.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._upstream.close()
+        await self._session.close()
+        self._prompt_work.close()
+
+    def _routes(self) -> tuple[Routes, Routes]:
+        config = self.config
+        main, ops_only = (Routes(root_path=config.root_path, cors_origins=config.cors_origins) for _ in range(2))
+        main.is_closing = ops_only.is_closing = lambda: self._readiness.closing
+        ClientRoutes(table=self.state.table, generate=self._generate, prompt_work=self._prompt_work,
+                     max_body_bytes=config.max_body_bytes).add_to(main)
+        ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token(),
+                        request_drain=self._poll.request_drain)
+        ops.add_probes(main)
+        ops.add_probes(ops_only)
+        ops.add_admin(main if config.ops_port is None else ops_only)
+        if config.ops_port is not None:
+            ops.add_metrics(ops_only)
+        elif _is_loopback(config.host):
+            ops.add_metrics(main)
+        return main, ops_only
+
+    def _admin_token(self) -> str:
+        try:
+            token, path = admin_token_of(self.config)
+        except OSError as error:
+            _log.warning("admin_routes_closed", reason=f"the token file cannot be written: {error}",
+                         remedy="set HEADSTART_ADMIN_TOKEN or admin_token_file")
+            return ""
+        if path is not None:
+            _log.info("admin_token_written", file=str(path))
+        return token
+
+    async def _listen(self, routes: Routes, port: int) -> int:
+        server = web.Server(routes, handler_cancellation=True, access_log=None, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+        runner = web.ServerRunner(server, shutdown_timeout=STOP_GRACE_S)
+        await runner.setup()
+        self._runners.append(runner)
+        site = web.TCPSite(runner, self.config.host, port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            raise StartError(f"cannot listen on {self.config.host}:{port} ({error.strerror or error}); "
+                             "choose another --host or --port, or stop what uses it") from error
+        self._sites.append(site)
+        return int(runner.addresses[0][1])
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status (0 drained, 1 could not listen)."""
-    raise AssertionError(f"being written: {config.host}:{config.port}")
+    """Serve until SIGTERM or SIGINT; the exit status (0 drained, 1 could not listen, 2 bad configuration)."""
+    configure_logging(config.log_format, config.log_level)
+    try:
+        return uvloop.run(_serve(config))
+    except StartError as error:
+        print(f"headstart gateway: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+async def _serve(config: GatewayConfig) -> int:
+    gateway = Gateway(config)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, hurry)
+    try:
+        await gateway.start()
+        await stop.wait()
+        await gateway.drain(hurry)
+    finally:
+        await gateway.aclose()
+    return EXIT_OK
+
+
+def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    """The first signal drains; the second means now."""
+    if stop.is_set():
+        hurry.set()
+    stop.set()
+
+
+async def _wait_or_hurry(hurry: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await hurry.wait()
+
+
+def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy]:
+    try:
+        return EndpointTable(static_workers(config.workers)), policy_named(config.policy)
+    except (DiscoveryError, ValueError) as error:
+        raise StartError(str(error), EXIT_USAGE) from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -18,18 +18,17 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
-from gateway.config import GatewayConfig
-from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
-from gateway.knowledge.joining import Joining, ModelReference
+from gateway.knowledge.endpoint_table import Endpoint
+from gateway.knowledge.joining import ModelReference
 from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_rest, relay_stream
 from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
 from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
-from gateway.server.metrics import GatewayMetrics
 from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
 from gateway.server.request_record import RequestRecord
+from gateway.server.state import GatewayState
 from worker.prompt.requests import parse_chat, parse_completion
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, WORKER_TOKEN_HEADER, encode_internal
@@ -71,18 +70,17 @@ class Intake:
 class Generate:
     """The data path. `suspect` is told of workers that failed a request."""
 
-    def __init__(self, config: GatewayConfig, *, table: EndpointTable, joining: Joining, dispatcher: Dispatcher,
-                 prompt_work: PromptWork, upstream: Upstream, metrics: GatewayMetrics,
+    def __init__(self, state: GatewayState, *, dispatcher: Dispatcher, prompt_work: PromptWork, upstream: Upstream,
                  suspect: Callable[[str], None]) -> None:
-        self._config = config
-        self._table = table
-        self._joining = joining
+        self._config = state.config
+        self._table = state.table
+        self._joining = state.joining
+        self._metrics = state.metrics
         self._dispatcher = dispatcher
         self._prompt_work = prompt_work
         self._upstream = upstream
-        self._metrics = metrics
         self._suspect = suspect
-        self._limits = RelayLimits(config.keepalive_s, config.chunk_gap_timeout_s)
+        self._limits = RelayLimits(self._config.keepalive_s, self._config.chunk_gap_timeout_s)
         self.num_inflight = 0
 
     async def chat(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:

@@ -17,12 +17,10 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
-from gateway.routing.load_ledger import LoadLedger
-from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.generate import CHAT, COMPLETIONS, Generate
 from gateway.server.http import Routes, json_response, read_body
-from gateway.server.metrics import GatewayMetrics
 from gateway.server.request_record import RequestRecord
+from gateway.server.state import GatewayState
 from worker.protocol.api_error import ApiError
 
 WORKERS_PREFIX = "/admin/workers/"
@@ -59,17 +57,16 @@ class Readiness:
 class OpsRoutes:
     """Adds its routes to a table. `request_drain` hands an operator's wish to the keeper of the endpoint table."""
 
-    def __init__(self, *, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, metrics: GatewayMetrics,
-                 readiness: Readiness, generate: Generate, admin_token: str, max_body_bytes: int,
+    def __init__(self, state: GatewayState, generate: Generate, *, readiness: Readiness, admin_token: str,
                  request_drain: Callable[[str], Awaitable[None]]) -> None:
-        self._table = table
-        self._index = index
-        self._ledger = ledger
-        self._metrics = metrics
+        self._table = state.table
+        self._index = state.index
+        self._ledger = state.ledger
+        self._metrics = state.metrics
+        self._max_body_bytes = state.config.max_body_bytes
         self._readiness = readiness
         self._generate = generate
         self._admin_token = admin_token.encode()
-        self._max_body_bytes = max_body_bytes
         self._request_drain = request_drain
 
     def add_probes(self, routes: Routes) -> None:

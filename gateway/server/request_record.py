@@ -69,7 +69,7 @@ class RequestRecord:
             self.outcome, self.error = "worker_error", end.failure.code
 
     def hit_error_tokens(self) -> int | None:
-        """How far the reported figure lies from the predicted range: above 0 too much was predicted, below too little.
+        """How far the reported figure lies from the predicted range: positive when too much was predicted.
 
         None when there is nothing to compare.
         """

@@ -1,0 +1,30 @@
+"""What the routes share. Owns nothing itself: each part has its one writer (see the parts' own files)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.config import GatewayConfig
+from gateway.knowledge.endpoint_table import EndpointTable
+from gateway.knowledge.joining import Joining
+from gateway.routing.load_ledger import LoadLedger
+from gateway.routing.prefix_index import PrefixIndex
+from gateway.server.metrics import GatewayMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayState:
+    """One gateway process's tables and settings."""
+
+    config: GatewayConfig
+    table: EndpointTable
+    index: PrefixIndex
+    ledger: LoadLedger
+    joining: Joining
+    metrics: GatewayMetrics
+
+
+def new_state(config: GatewayConfig, table: EndpointTable) -> GatewayState:
+    """Empty tables for these workers."""
+    index, ledger = PrefixIndex(config.index_max_bytes), LoadLedger()
+    return GatewayState(config, table, index, ledger, Joining(table), GatewayMetrics(table, index, ledger))
