@@ -15,7 +15,7 @@ values.
 
 Worked example. Rate 4,000 tokens/s, prompt 1,000 tokens of which 800 match here: 200 to compute, prefill_s = 0.053.
 One prompt of 400 tokens is queued: queue_s = 0.1. Three streams, 128 expected tokens, 0.4 ms a stream and step:
-decode_s = 0.154, stall_s = 3 * 0.1 * 0.053 = 0.016. Total 0.323. An idle endpoint without a match costs 0.258 for
+decode_s = 0.154, stall_s = 3 * 0.1 * 0.053 = 0.016. Total 0.322. An idle endpoint without a match costs 0.258 for
 all 1,000 tokens, so the request goes there: waiting would cost more than computing again.
 
 Known approximations: one rate for prefill whatever the batch; a stream's share of a decode step is taken as one token

@@ -11,14 +11,14 @@ not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.routing.prefix_index import PrefixIndex
 from worker.protocol.block_hash import ExtraKey, HashScheme, continue_chain
-from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventBatch
 
-# Kind of an extra key in another engine's terms: it makes the chain distinct, and no prompt of ours is hashed with it.
+# Kind of an extra key in another engine's terms: it makes the chain distinct, and no prompt of ours has it.
 FOREIGN_KEY = 255
 
 
@@ -28,8 +28,8 @@ class AppliedCounts:
 
     `num_orphans`: the parent is unknown, so events were lost (or the index, full, has dropped it). `num_refused`: the
     index, full, has dropped the parent. `num_wrong_block_size`, `num_other_group`: the engine caches in a shape that
-    we do not index. `num_malformed`: tokens, keys and blocks do not agree. `num_unknown_removed`: removals of what was
-    not held; counts never go below zero.
+    we do not index. `num_malformed`: tokens, keys and blocks disagree. `num_unknown_removed`: removals of what was
+    not held; counts never go below zero. `num_other_epoch` counts batches.
     """
 
     num_stored: int = 0
@@ -41,13 +41,19 @@ class AppliedCounts:
     num_other_group: int = 0
     num_malformed: int = 0
     num_unknown_removed: int = 0
+    num_other_epoch: int = 0
 
 
 class EventApplier:
-    """For one endpoint in one epoch; after a restart reset(), or make another."""
+    """For one endpoint in one epoch (None: an engine that states none). After a restart make another.
 
-    def __init__(self, index: PrefixIndex, endpoint_id: str, scheme: HashScheme) -> None:
+    `last_seq` is the last batch applied; the feed reads it.
+    """
+
+    def __init__(self, index: PrefixIndex, endpoint_id: str, scheme: HashScheme, epoch: str | None = None) -> None:
         self.counts = AppliedCounts()
+        self.epoch = epoch
+        self.last_seq: int | None = None
         self.event_block_size: int | None = None
         self._index = index
         self._endpoint_id = endpoint_id
@@ -60,9 +66,17 @@ class EventApplier:
         """Engine hashes that differ from ours and are remembered: as many as the engine's blocks, at most."""
         return len(self._own_of)
 
-    def apply(self, batch: EventBatch) -> None:
-        """Apply every event of the batch, in order."""
-        for event in batch.events:
+    def apply(self, batch: EventBatch, seq: int | None = None) -> None:
+        """Apply every event of the batch, in order. A batch of another epoch speaks of another process's blocks."""
+        if self.epoch is not None and batch.epoch is not None and batch.epoch != self.epoch:
+            self.counts.num_other_epoch += 1
+            return
+        self.apply_events(batch.events)
+        if seq is not None:
+            self.last_seq = seq
+
+    def apply_events(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
             if isinstance(event, BlockStored):
                 self._store(event)
             elif isinstance(event, BlockRemoved):

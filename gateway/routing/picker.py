@@ -154,7 +154,8 @@ def _reason(given: PickInput, view: EndpointView, chosen: CandidateCost, costs: 
         return "retry"
     if given.matches is None or view.knowledge is Knowledge.NONE:
         return "degraded"
-    if chosen.session_s and min(cost.total_s + cost.session_s for cost in costs) < chosen.total_s + chosen.session_s:
+    if chosen.session_s and any(cost.total_s <= chosen.total_s + chosen.session_s
+                                for cost in costs if cost is not chosen):
         return "session"
     most = max(cost.matched_tokens for cost in costs)
     if not most:

@@ -1,0 +1,112 @@
+"""What holds for every decision, whatever the fleet looks like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost
+from gateway.routing.endpoint import EndpointView, Knowledge
+from gateway.routing.load_ledger import LoadView
+from gateway.routing.picker import TIE_RATIO, TIE_S, NoEndpoint, PickInput, RoutingDecision, pick
+from gateway.routing.policies import POLICIES
+from gateway.routing.prefix_index import Match
+
+counts = st.integers(0, 64)
+tokens = st.integers(0, 100_000)
+ratios = st.floats(0, 1, exclude_max=True)
+loads = st.builds(LoadView, counts, tokens, tokens)
+matches = st.builds(Match, st.integers(0, 400), st.integers(0, 50))
+views = st.builds(
+    EndpointView, endpoint_id=st.sampled_from("abcdefgh"), epoch=st.just("1"), models=st.just(frozenset({"m"})),
+    ready=st.booleans(), draining=st.booleans(), knowledge=st.sampled_from(Knowledge),
+    block_size=st.sampled_from([1, 16, 784]), prefill_tokens_per_s=st.sampled_from([0.0, 400.0, 20_000.0]),
+    decode_step_s=st.sampled_from([0.0, 0.01, 0.06]), blocks_total=st.sampled_from([0, 1000]),
+    blocks_free=st.integers(0, 1000), blocks_cached=st.integers(0, 1000), num_running=counts, num_waiting=counts,
+    waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
+    price_s=st.floats(-10, 10))
+fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
+inputs = st.builds(
+    PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
+    matches=st.none() | st.dictionaries(st.sampled_from("abcdefgh"), matches),
+    loads=st.dictionaries(st.sampled_from("abcdefgh"), loads), expected_output_tokens=st.integers(0, 4096),
+    excluded=st.frozensets(st.sampled_from("abcdefgh"), max_size=3),
+    session_endpoint_id=st.none() | st.sampled_from("abcdefgh"), random_ratio=ratios, turn=st.integers(0, 1000))
+
+
+def may_serve(given: PickInput) -> set[str]:
+    return {view.endpoint_id for view in given.endpoints if view.ready and not view.draining
+            and view.endpoint_id not in given.excluded and given.model in (None, *view.models)}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(given_=inputs)
+def test_every_policy_chooses_an_eligible_endpoint_or_says_why_there_is_none(name: str, given_: PickInput) -> None:
+    decision = POLICIES[name](given_)
+    allowed = may_serve(given_)
+    if not allowed:
+        assert isinstance(decision, NoEndpoint)
+        assert not decision
+        assert decision.message
+        return
+    assert isinstance(decision, RoutingDecision)
+    assert decision.endpoint_id in allowed
+    assert 0 <= decision.matched_tokens <= max(0, given_.prompt_tokens - 1)
+    assert decision.match_confirmed_tokens + decision.match_speculative_tokens == decision.matched_tokens
+    assert decision.uncached_tokens == max(1, given_.prompt_tokens - decision.matched_tokens)
+    assert POLICIES[name](given_) == decision
+
+
+@settings(max_examples=80, deadline=None)
+@given(given_=inputs)
+def test_the_choice_is_within_a_tie_of_the_cheapest_and_explains_itself(given_: PickInput) -> None:
+    decision = pick(given_)
+    assume(isinstance(decision, RoutingDecision))
+    assert isinstance(decision, RoutingDecision)
+    totals = [cost.total_s for cost in decision.candidates]
+    chosen = next(cost for cost in decision.candidates if cost.endpoint_id == decision.endpoint_id)
+    assert totals == sorted(totals)
+    assert {cost.endpoint_id for cost in decision.candidates} == may_serve(given_)
+    assert chosen.total_s <= totals[0] + TIE_RATIO * abs(totals[0]) + TIE_S
+    assert chosen.matched_tokens == decision.matched_tokens
+    for cost in decision.candidates:
+        assert cost.total_s == pytest.approx(sum(terms(cost)))
+        assert all(term >= 0 for term in terms(cost)[:-1])
+
+
+def terms(cost: CandidateCost) -> tuple[float, ...]:
+    return (cost.prefill_s, cost.queue_s, cost.decode_s, cost.stall_s, cost.memory_s, cost.price_s, -cost.session_s)
+
+
+@settings(max_examples=80, deadline=None)
+@given(given_=inputs)
+def test_the_order_of_endpoints_changes_no_cost(given_: PickInput) -> None:
+    decision = pick(given_)
+    assume(isinstance(decision, RoutingDecision))
+    assert isinstance(decision, RoutingDecision)
+    turned = pick(replace(given_, endpoints=list(reversed(given_.endpoints))))
+    assert isinstance(turned, RoutingDecision)
+    # Unknown rates are the mean of the others, summed in another order: equal up to rounding.
+    costs = {cost.endpoint_id: cost.total_s for cost in turned.candidates}
+    assert costs == pytest.approx({cost.endpoint_id: cost.total_s for cost in decision.candidates})
+
+
+@settings(max_examples=80, deadline=None)
+@given(view=views, match=matches, load=loads, work=st.builds(Work, st.integers(1, 20_000), st.integers(0, 4096)),
+       more=st.integers(1, 1000))
+def test_more_cache_never_costs_more_and_more_load_never_costs_less(
+        view: EndpointView, match: Match, load: LoadView, work: Work, more: int) -> None:
+    def total(view: EndpointView, match: Match, load: LoadView) -> float:
+        return candidate_cost(view, match, load, work, rates=Rates()).total_s
+
+    base = total(view, match, load)
+    slack = 1e-9 * abs(base)
+    assert total(view, Match(match.confirmed_blocks + more, match.speculative_blocks), load) <= base + slack
+    assert total(view, match, load._replace(num_inflight=load.num_inflight + more)) >= base - slack
+    assert total(view, match, load._replace(queued_prefill_tokens=load.queued_prefill_tokens + more)) >= base - slack
+    assert total(replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more), match, load) >= base - slack
+    assert total(replace(view, blocks_free=view.blocks_free + more), match, load) <= base + slack
