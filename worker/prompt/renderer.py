@@ -27,8 +27,15 @@ class PromptRenderer:
                            for name, source in bundle.chat_templates.items()}
 
     def chat(self, request: ChatRequest) -> list[int]:
-        """The ids of a chat prompt. ApiError 400: no template, unusable tools, or what the template refuses."""
-        return self._encode(self.chat_text(request), add_special_tokens=False, param="messages")
+        """The ids of a chat prompt.
+
+        ApiError 400: no template, tools that it ignores, what the template refuses, ids out of the vocabulary.
+        """
+        self._check_logit_bias(request)
+        # The template writes the special tokens itself.
+        token_ids = self.tokenizer.encode(self.chat_text(request), add_special_tokens=False)
+        self._check_ids(token_ids, "messages")
+        return token_ids
 
     def chat_text(self, request: ChatRequest | TokenizeRequest) -> str:
         """The rendered prompt before tokenising."""
@@ -40,6 +47,7 @@ class PromptRenderer:
 
     def completion(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt, in order. ApiError 400: an id out of the vocabulary, or a prompt without tokens."""
+        self._check_logit_bias(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_many(texts, add_special_tokens=True)) if texts else iter(())
         prompts = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
@@ -68,10 +76,10 @@ class PromptRenderer:
             raise invalid_request("This model's chat template has no place for tools.", "tools")
         return template
 
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        self._check_ids(token_ids, param)
-        return token_ids
+    def _check_logit_bias(self, request: ChatRequest | CompletionRequest) -> None:
+        highest = max(request.sampling.logit_bias, default=0)
+        if highest >= self.tokenizer.vocab_size:
+            raise _out_of_vocabulary(highest, self.tokenizer.vocab_size, "logit_bias")
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         # Text can also name a token that the model has no embedding for (Gemma 3's image placeholder).
