@@ -1,11 +1,17 @@
-"""Drives engines in tests: submit prompts, step until all is done, keep what came out, by request."""
+"""Drives engines in tests: submit prompts, step until all is done, keep what came out, by request.
+
+The model is tiny and seeded: real transformers code and a real tokenizer, with weights large enough that its greedy
+text wanders instead of repeating one token.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from tests.support.tiny_tokenizer import TINY_VOCAB_SIZE, write_tiny_tokenizer
 from worker.engine.engine import Engine
 from worker.engine.engine_config import EngineConfig
 from worker.engine.messages import (
@@ -23,6 +29,20 @@ from worker.protocol.cache_events import CacheEvent
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 STEPS_MAX = 20_000
+
+
+def write_tiny_llama(folder: Path) -> Path:
+    """A seeded Llama checkpoint of two layers with grouped heads and a context of 4,096 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=TINY_VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+                         initializer_range=0.3, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    write_tiny_tokenizer(folder)
+    return folder
 
 
 @dataclass

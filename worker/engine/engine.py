@@ -7,6 +7,7 @@ the engine joins them, measures, and decides what becomes of a step that raised.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
 from worker.core.batch import FinishReason, SequenceUpdate, StepPlan
@@ -144,16 +145,15 @@ class Engine:
             batch_size=len(plan.sequences))
 
     def _commit(self, plan: StepPlan, execution: Execution) -> list[SequenceUpdate]:
-        if len(execution.errors) == len(plan.sequences):
-            self._failed_steps += 1
-            if self._failed_steps >= FAILED_STEPS_MAX:
-                reason = next(iter(execution.errors.values()))
-                self.broken = f"{self._failed_steps} steps in a row failed; restart the worker. Last: {reason}"
-            return self.scheduler.fail_step(plan)
-        self._failed_steps = 0
-        for seq_id in execution.errors:
-            self.scheduler.abort(seq_id)        # part of the step in flight: commit reports it and frees its blocks
-        return self.scheduler.commit(execution.outcome.result)
+        """Take the step in, or end those who failed in it: the others then compute their share in the next step."""
+        failed = tuple(share for share in plan.sequences if share.seq_id in execution.errors)
+        self._failed_steps = self._failed_steps + 1 if len(failed) == len(plan.sequences) else 0
+        if not failed:
+            return self.scheduler.commit(execution.outcome.result)
+        if self._failed_steps >= FAILED_STEPS_MAX:
+            reason = execution.errors[failed[0].seq_id]
+            self.broken = f"{self._failed_steps} steps in a row failed; restart the worker. Last: {reason}"
+        return self.scheduler.fail_step(replace(plan, sequences=failed))
 
     def _account(self, plan: StepPlan, timing: StepTiming, decode_rows: int) -> None:
         prefill_tokens = 0

@@ -233,5 +233,7 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     else:
         environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        environment.setdefault("TQDM_DISABLE", "1")     # the loader's progress bars are for eyes, not for logs
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)   # the very modules we run
     return environment

@@ -61,7 +61,7 @@ class LiveSequence:
         cached = sequence.num_cached_tokens or 0
         return SequenceStats(
             prompt_tokens=sequence.num_prompt_tokens, cached_tokens=cached,
-            computed_tokens=min(sequence.num_first_computed_tokens, sequence.num_prompt_tokens - cached),
+            computed_tokens=min(sequence.num_computed_positions, sequence.num_prompt_tokens - cached),
             recomputed_tokens=sequence.num_recomputed_tokens,
             output_tokens=len(self.output_token_ids), preemptions=sequence.num_preemptions,
             phases=self.timings.phases(), inter_token_p50_s=self.timings.inter_token_p50_s(),

@@ -1,7 +1,7 @@
 """Runs one step plan, and finds out whose fault it is when the runner raises.
 
-A batch that raises is run again share by share: shares that succeed alone go on as if nothing had happened, and only
-those that fail alone are given up. That costs one slow step; K/V written twice is the same K/V.
+A batch that raises is run again share by share: only shares that fail alone too are given up. When all succeed alone
+(a passing trouble, or too large a batch) their tokens count. That costs one slow step; K/V written twice is the same.
 """
 
 from __future__ import annotations
