@@ -115,14 +115,14 @@ class EventFeed:
                              "is --events-host reachable from the gateway?") from late
 
     async def _resync(self) -> None:
-        """Replace what the index believes by the worker's snapshot; batches after its barrier follow."""
+        """Replace what the index believes by the worker's snapshot; batches from its barrier on follow."""
         self._status.in_sequence = False
         snapshot = await self._worker.snapshot()
         header = snapshot.header
         if header.hash_scheme_digest != self._scheme.digest():
             raise FeedBroken("the snapshot is of another hash scheme: the worker was restarted with other settings")
         await self._writer.restart(self._endpoint_id, self._scheme, header.epoch, snapshot.blocks)
-        self._sequence = FeedSequence(header.epoch, header.barrier_seq + 1)
+        self._sequence = FeedSequence(header.epoch, header.barrier_seq)
         self._status.num_resyncs += 1
 
     async def _consume(self, live: Socket, context: Context) -> None:

@@ -3,23 +3,25 @@
 Owns: an event applier per endpoint, and the order in which changes happen. Feeds hand changes in and wait for them:
 each has at most one under way, and the sockets' own limits do the rest.
 Must never: hold the loop for longer than a turn's worth of blocks, or judge sequence numbers (feed_sequence does).
-Speculative entries are not its business: the router writes them when it books, and they expire by themselves.
+Speculative entries are the dispatcher's: it bets when it books. This task only lets them expire.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from gateway.routing.event_applier import EventApplier
+from gateway.routing.event_applier import AppliedCounts, EventApplier
 from gateway.routing.prefix_index import PrefixIndex
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.cache_events import BlockStored, CacheEvent, EventBatch
 
 MAX_QUEUED_CHANGES = 1024
 EVENTS_PER_TURN = 256
+EXPIRY_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,20 @@ class IndexWriter:
         """The endpoint holds nothing any more."""
         await self._submit(_Change(endpoint_id, _new_future()))
 
+    def counts(self, endpoint_id: str) -> AppliedCounts:
+        """What became of the blocks in this endpoint's events; zeros while it has none."""
+        applier = self._appliers.get(endpoint_id)
+        return applier.counts if applier is not None else AppliedCounts()
+
     async def run(self) -> None:
-        """Apply changes one after another, for ever."""
+        """Apply changes one after another, and let bets that are past due expire, for ever."""
         while True:
-            change = await self._changes.get()
+            try:
+                async with asyncio.timeout(EXPIRY_INTERVAL_S):
+                    change = await self._changes.get()
+            except TimeoutError:
+                self._index.expire(time.monotonic())
+                continue
             try:
                 await self._perform(change)
             except Exception as error:

@@ -178,9 +178,7 @@ def _log_state(endpoint: Endpoint) -> None:
     if endpoint.state is EndpointState.READY:
         _log.info("worker_ready", **facts)
     else:
-        _log.warning("worker_" + endpoint.state.value, **facts, reason=endpoint.detail,
-                     remedy="start the worker, or correct --worker; the gateway keeps trying"
-                     if endpoint.state is EndpointState.UNREADY else None)
+        _log.warning("worker_" + endpoint.state.value, **facts, reason=endpoint.detail)
 
 
 async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import signal
 import sys
 
@@ -18,7 +19,6 @@ from aiohttp import web
 from gateway.config import GatewayConfig
 from gateway.knowledge.discovery.static import DiscoveryError, static_workers
 from gateway.knowledge.endpoint_table import EndpointTable
-from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.worker_poll import WorkerPoll
 from gateway.relay.upstream import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
@@ -56,8 +56,7 @@ class Gateway:
         self.config = config
         self.state = new_state(config, table)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        self._writer = IndexWriter(self.state.index)
-        self._poll = WorkerPoll(table, self.state.joining, self._writer, session=self._session,
+        self._poll = WorkerPoll(table, self.state.joining, self.state.writer, session=self._session,
                                 worker_token=config.worker_token, health_interval_s=config.health_interval_s)
         self._upstream = PooledUpstream(connect_timeout_s=config.connect_timeout_s)
         self._prompt_work = PromptWork()
@@ -77,7 +76,7 @@ class Gateway:
         self.port = await self._listen(main, self.config.port)
         if self.config.ops_port is not None:
             await self._listen(ops, self.config.ops_port)
-        self._tasks = [asyncio.create_task(self._writer.run(), name="index-writer"),
+        self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
         _log.info("gateway_started", host=self.config.host, port=self.port, ops_port=self.config.ops_port,
@@ -143,7 +142,7 @@ class Gateway:
         try:
             await site.start()
         except OSError as error:
-            raise StartError(f"cannot listen on {self.config.host}:{port} ({error.strerror or error}); "
+            raise StartError(f"cannot listen on {self.config.host}:{port} ({os.strerror(error.errno) if error.errno else error}); "
                              "choose another --host or --port, or stop what uses it") from error
         self._sites.append(site)
         return int(runner.addresses[0][1])

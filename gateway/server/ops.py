@@ -62,6 +62,7 @@ class OpsRoutes:
         self._table = state.table
         self._index = state.index
         self._ledger = state.ledger
+        self._writer = state.writer
         self._metrics = state.metrics
         self._max_body_bytes = state.config.max_body_bytes
         self._readiness = readiness
@@ -143,6 +144,7 @@ class OpsRoutes:
                        "gaps": endpoint.feed.num_gaps, "replays": endpoint.feed.num_replays,
                        "resyncs": endpoint.feed.num_resyncs, "duplicates": endpoint.feed.num_duplicates,
                        "undecodable": endpoint.feed.num_undecodable, "lag_s": endpoint.feed.lag_s,
+                       "orphans": self._writer.counts(worker_id).num_orphans,
                        "detail": endpoint.feed.detail},
         }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gateway.config import GatewayConfig
 from gateway.knowledge.endpoint_table import EndpointTable
+from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.joining import Joining
 from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
@@ -20,6 +21,7 @@ class GatewayState:
     table: EndpointTable
     index: PrefixIndex
     ledger: LoadLedger
+    writer: IndexWriter
     joining: Joining
     metrics: GatewayMetrics
 
@@ -27,4 +29,5 @@ class GatewayState:
 def new_state(config: GatewayConfig, table: EndpointTable) -> GatewayState:
     """Empty tables for these workers."""
     index, ledger = PrefixIndex(config.index_max_bytes), LoadLedger()
-    return GatewayState(config, table, index, ledger, Joining(table), GatewayMetrics(table, index, ledger))
+    writer = IndexWriter(index)
+    return GatewayState(config, table, index, ledger, writer, Joining(table), GatewayMetrics(table, index, ledger))

@@ -98,7 +98,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The cache as of batch `header.barrier_seq`; later batches apply on top."""
+    """The cache before batch `header.barrier_seq`; that one and later ones apply on top."""
 
     header: SnapshotHeader
     blocks: list[BlockStored]
@@ -178,7 +178,8 @@ class HeadstartWorker:
         except TimeoutError as late:
             raise WorkerLate(f"{url} did not answer within {timeout_s:g} s") from late
         except (aiohttp.ClientError, OSError) as lost:
-            raise WorkerUnreachable(f"{url} cannot be reached: {lost or type(lost).__name__}") from lost
+            raise WorkerUnreachable(f"{url} cannot be reached ({_cause(lost)}): start the worker, or correct "
+                                    "--worker; the gateway keeps trying") from lost
 
 
 async def _bounded_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
@@ -188,6 +189,12 @@ async def _bounded_body(response: aiohttp.ClientResponse, limit_bytes: int) -> b
         if len(body) > limit_bytes:
             raise WorkerNotUnderstood(f"{response.url} answered more than {limit_bytes} bytes")
     return bytes(body)
+
+
+def _cause(lost: Exception) -> str:
+    """The system's own word for it, without aiohttp's decoration."""
+    inner = lost.os_error if isinstance(lost, aiohttp.ClientConnectorError) else lost
+    return (inner.strerror if isinstance(inner, OSError) else str(inner)) or type(inner).__name__
 
 
 def _message_of(body: bytes) -> str:
