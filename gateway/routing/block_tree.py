@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 ROOT = 0
+GROWTH_BLOCKS = 1024
 _FREE = -1  # in num_claims: the id is on the free list
 
 
@@ -57,7 +58,8 @@ class BlockTree:
                 return known, []
             known.append(block)
             parent = block
-        fresh = self._unknown_run(hashes[len(known):])
+        rest = hashes[len(known):] if known else hashes
+        fresh = self._unknown_run(rest) if len(rest) > 1 else rest
         return known, self._append(parent, fresh) if fresh else []
 
     def grant(self, blocks: Sequence[int], bits: int, claimed_bits: Callable[[int], int]) -> None:
@@ -195,18 +197,21 @@ class BlockTree:
             del self.leaves[parent]
 
     def _reserve(self, count: int) -> list[int]:
-        reused = self._free[-count:]
+        if count > len(self._free):
+            self._grow(max(count, GROWTH_BLOCKS))
+        blocks = self._free[-count:]
         del self._free[-count:]
-        missing = count - len(reused)
-        if not missing:
-            return reused
+        return blocks
+
+    def _grow(self, count: int) -> None:
         start = len(self.mask)
-        self.mask.extend([0] * missing)
-        zeros = bytes(missing * self.parent.itemsize)
-        for column in (self.parent, self.first_child, self.next_sibling, self.num_claims, self._previous_sibling):
+        self.mask.extend([0] * count)
+        zeros = bytes(count * self.parent.itemsize)
+        for column in (self.parent, self.first_child, self.next_sibling, self._previous_sibling):
             column.frombytes(zeros)
-        self._hash_of.frombytes(bytes(missing * self._hash_of.itemsize))
-        return reused + list(range(start, start + missing))
+        self.num_claims.extend([_FREE] * count)
+        self._hash_of.frombytes(bytes(count * self._hash_of.itemsize))
+        self._free.extend(range(start + count - 1, start - 1, -1))
 
     def _unlink(self, block: int, parent: int) -> None:
         before, after = self._previous_sibling[block], self.next_sibling[block]

@@ -105,7 +105,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     step_s = view.decode_step_s if view.decode_step_s > 0 else rates.decode_step_s
     prompt, output = work
     matched = matched_tokens(view, match, prompt)
-    uncached = max(1, prompt - matched)
+    uncached = prompt - matched or 1
     queued = max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens)
     num_active = max(load.num_inflight, view.num_running + view.num_waiting)
     context = max(load.decode_context_tokens, view.decode_context_tokens)

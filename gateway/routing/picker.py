@@ -59,8 +59,8 @@ class PickInput:
 class RoutingDecision:
     """Where to send the request, and why. matched = confirmed + speculative tokens, at most prompt - 1.
 
-    `uncached_tokens` is what to book as prefill. `candidates` has every endpoint that was considered, cheapest first;
-    empty for policies that compute no cost.
+    `uncached_tokens` is what to book as prefill. `candidates` has every endpoint that was considered, in their
+    order; empty for policies that compute no cost.
     """
 
     endpoint_id: str
@@ -120,8 +120,7 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
         return views
     costs = candidate_costs(given, views)
     index = _choose(costs, given.random_ratio)
-    return decide(given, views[index], _reason(given, views[index], costs[index], costs),
-                  tuple(sorted(costs, key=_total_s)))
+    return decide(given, views[index], _reason(given, views[index], costs[index], costs), tuple(costs))
 
 
 def decide(given: PickInput, view: EndpointView, reason: Reason,
@@ -133,10 +132,6 @@ def decide(given: PickInput, view: EndpointView, reason: Reason,
     matched = min((match.confirmed_blocks + match.speculative_blocks) * view.block_size, limit)
     return RoutingDecision(view.endpoint_id, view.epoch, reason, matched, confirmed, matched - confirmed,
                            max(1, given.prompt_tokens - matched), candidates)
-
-
-def _total_s(cost: CandidateCost) -> float:
-    return cost.total_s
 
 
 def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:

@@ -16,7 +16,8 @@ a chain gets one second chance when its tail goes, which is an approximation of 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from gateway.routing.block_tree import ROOT, BlockTree
 
 # Measured with tracemalloc on CPython 3.11 (tests/unit/test_routing_prefix_index.py holds them to it). Tables double,
 # so the true figure swings around these.
-BLOCK_BYTES = 200
+BLOCK_BYTES = 165
 CLAIM_BYTES = 60
 LEAF_BYTES = 160
 SPECULATION_BYTES = 400
@@ -167,7 +168,9 @@ class PrefixIndex:
         Blocks it holds already need no bet. Marks the chain as just used, so every booking should come by here.
         """
         claims = self._claims_of(endpoint_id)
-        known, fresh = self._tree.extend(ROOT, hashes)
+        depth = self._confirmed_depth(claims, hashes)
+        start = self._tree.id_of[hashes[depth - 1]] if depth else ROOT
+        known, fresh = self._tree.extend(start, hashes[depth:])
         references = claims.references
         unconfirmed = [block for block in known if block not in references] if references else known
         self._next_serial += 1
@@ -180,7 +183,7 @@ class PrefixIndex:
             self._tree.grant_fresh(fresh, claims.any_bit)
             self._num_claims += len(fresh)
         heapq.heappush(self._pending, speculation)
-        self._settle((fresh or known or [ROOT])[-1])
+        self._settle((fresh or known or [start])[-1])
         return speculation
 
     def withdraw(self, speculation: Speculation) -> None:
@@ -239,7 +242,11 @@ class PrefixIndex:
             exact = lost & confirmed_bits
             either = lost >> 1 & confirmed_bits
             if exact == either:  # the usual case: nothing speculative
-                matches.update(dict.fromkeys(self._names_of(exact), Match(depth, 0)))
+                names = self._names_of(exact)
+                if len(names) == 1:
+                    matches[names[0]] = Match(depth, 0)
+                else:
+                    matches.update(dict.fromkeys(names, Match(depth, 0)))
                 continue
             confirmed.update(dict.fromkeys(self._names_of(exact), depth))
             for endpoint_id in self._names_of(either):
@@ -353,14 +360,21 @@ class PrefixIndex:
         self.num_evicted_blocks += 1
         self._tree.demote(self._tree.discard_unclaimed(leaf))
 
-    def _ends(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _confirmed_depth(self, claims: _Claims, hashes: Sequence[int]) -> int:
+        """How far the endpoint's confirmed claims reach along the chain."""
+        block_of, mask, bit = self._tree.id_of.get, self._tree.mask, claims.confirmed_bit
+        return bisect_left(hashes, True, key=lambda block_hash: (block := block_of(block_hash)) is None
+                           or not mask[block] & bit)
+
+    def _ends(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
         """(depth, bits whose run ends there), ascending. Masks only lose bits along a chain: equal ends, one run."""
+        ends: list[tuple[int, int]] = []
         if not hashes:
-            return
+            return ends
         block_of, mask = self._tree.id_of.get, self._tree.mask
         first = mask[block] if (block := block_of(hashes[0])) is not None else 0
         if not first:
-            return
+            return ends
         last_index = len(hashes) - 1
         last = mask[block] if (block := block_of(hashes[last_index])) is not None else 0
         waiting = [(0, first, last_index, last)] if first != last else []
@@ -376,9 +390,10 @@ class PrefixIndex:
                 else:
                     waiting.append((middle, middle_mask, high, high_mask))
                     high, high_mask = middle, middle_mask
-            yield high, low_mask & ~high_mask
+            ends.append((high, low_mask & ~high_mask))
         if last:
-            yield len(hashes), last
+            ends.append((len(hashes), last))
+        return ends
 
     def _confirmed_bits(self) -> int:
         """Every endpoint's confirmed bit: 0b…0101."""
