@@ -1,0 +1,393 @@
+"""The scheduler, as stories: budgets, order, admission, ends. Preemption and twins have files of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.core_builders import (
+    SAID,
+    contents,
+    drive,
+    finish,
+    make_pool,
+    make_scheduler,
+    make_sequence,
+    shares,
+    step,
+)
+from worker.core.batch import FinishReason, SampledToken, SequenceUpdate, StepResult, TokenLogprobs
+from worker.core.scheduler import KvCacheMode, Refusal, RefusalReason, Scheduler, SchedulerConfig
+from worker.protocol.cache_events import AllBlocksCleared, BlockStored
+
+
+def test_an_empty_scheduler_has_no_step() -> None:
+    scheduler = make_scheduler(4)
+    assert scheduler.schedule() is None
+    assert scheduler.idle()
+    assert scheduler.abort(7) is None
+
+
+def test_one_prompt_from_submission_to_its_end() -> None:
+    scheduler = make_scheduler(4)
+    assert scheduler.submit(make_sequence(1, range(20), 2)) is None
+    assert (scheduler.num_waiting, scheduler.waiting_prefill_tokens) == (1, 20)
+
+    plan = scheduler.schedule()
+    assert plan is not None
+    (share,) = plan.sequences
+    assert (share.start, share.token_ids, share.block_table) == (0, tuple(range(20)), (0, 1))
+    assert (share.write_from, share.samples, plan.num_tokens) == (0, True, 20)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.running_prefill_tokens) == (1, 0, 20)
+    logprobs = TokenLogprobs(-0.5)
+    assert scheduler.commit(StepResult(plan.step_id, {1: SampledToken(5, logprobs)})) == [
+        SequenceUpdate(1, (5,), (logprobs,), cached_tokens=0)]
+
+    assert scheduler.decode_context_tokens == 21
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (shares(plan), plan.sequences[0].token_ids, plan.sequences[0].write_from) == ({1: (20, 1)}, (5,), 16)
+    assert finish(scheduler, plan) == [SequenceUpdate(1, (SAID,), finish_reason=FinishReason.LENGTH)]
+    assert scheduler.idle()
+    assert scheduler.pool.num_referenced == 0
+    assert scheduler.counters.computed_positions == 21
+
+
+def test_a_prompt_longer_than_the_budget_goes_in_chunks() -> None:
+    scheduler = make_scheduler(8, max_batch_tokens=40)
+    scheduler.submit(make_sequence(1, range(100)))
+    plans = drive(scheduler)
+    assert [shares(plan)[1] for plan in plans] == [(0, 40), (40, 40), (80, 20)]
+    assert [plan.sequences[0].samples for plan in plans] == [False, False, True]
+    assert [len(plan.sequences[0].block_table) for plan in plans] == [3, 5, 7], "covers the share, no more"
+    assert [plan.sequences[0].write_from for plan in plans] == [0, 32, 80], "only full computed blocks are sealed"
+
+
+def test_decodes_first_then_running_prefills_then_admissions() -> None:
+    scheduler = make_scheduler(40, max_batch_tokens=32)
+    scheduler.submit(make_sequence(1, range(100, 180), 2))
+    step(scheduler)
+    scheduler.submit(make_sequence(2, range(10), 8))
+    step(scheduler)
+    assert scheduler.num_running == 1, "the running prefill took the whole budget"
+    plan = step(scheduler)
+    assert shares(plan) == {1: (64, 16), 2: (0, 10)}
+    scheduler.submit(make_sequence(3, range(200, 300), 2))
+    plan = step(scheduler)
+    assert shares(plan) == {1: (80, 1), 2: (10, 1), 3: (0, 30)}
+    plan = step(scheduler)
+    assert shares(plan) == {2: (11, 1), 3: (30, 31)}
+    assert plan.num_tokens == 32
+
+
+def test_no_more_run_than_the_budget_has_tokens() -> None:
+    """Otherwise decodes alone could fill every step, and a prefill would never go on."""
+    scheduler = make_scheduler(40, max_batch_tokens=3, max_running=64)
+    for seq_id in range(5):
+        scheduler.submit(make_sequence(seq_id, [seq_id], 4))
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.num_running == 3
+
+
+def test_the_smaller_priority_number_goes_first_then_arrival() -> None:
+    scheduler = make_scheduler(40, max_running=1)
+    for seq_id, priority in enumerate([0, 5, -1, 0, -1]):
+        scheduler.submit(make_sequence(seq_id, [seq_id] * 3, priority=priority))
+    assert [plan.sequences[0].seq_id for plan in drive(scheduler)] == [2, 4, 0, 3, 1]
+
+
+def test_nobody_slips_past_a_sequence_that_waits_for_room() -> None:
+    scheduler = make_scheduler(6, watermark=0.0)
+    scheduler.submit(make_sequence(1, range(60), 4))
+    step(scheduler)
+    scheduler.submit(make_sequence(2, range(100, 160), 4))
+    scheduler.submit(make_sequence(3, range(3), 4))
+    assert list(shares(step(scheduler))) == [1]
+    drive(scheduler)
+
+
+def test_a_whole_prompt_must_fit_to_be_admitted_not_its_first_chunk() -> None:
+    scheduler = make_scheduler(10, max_batch_tokens=16, watermark=0.0)
+    scheduler.submit(make_sequence(1, range(90), 1))
+    step(scheduler)
+    scheduler.submit(make_sequence(2, range(100, 180), 1))
+    assert list(shares(step(scheduler))) == [1]
+    assert scheduler.pool.num_referenced == 6, "all blocks of the first prompt from the start"
+    assert all(not plan.preemptions for plan in drive(scheduler))
+
+
+@pytest.mark.parametrize(("watermark", "admitted"), [(0.0, True), (0.1, True), (0.2, False)])
+def test_an_admission_leaves_the_watermark_available(watermark: float, admitted: bool) -> None:
+    scheduler = make_scheduler(10, watermark=watermark)
+    scheduler.submit(make_sequence(1, range(32), 4))
+    step(scheduler)
+    scheduler.submit(make_sequence(2, range(100, 196), 4))
+    step(scheduler)
+    assert (scheduler.num_running == 2) is admitted, "2 + 1 + 6 of 10 blocks: one is left"
+
+
+def test_a_lone_sequence_may_have_the_whole_pool() -> None:
+    scheduler = make_scheduler(4, watermark=0.5)
+    assert scheduler.max_context == 64
+    scheduler.submit(make_sequence(1, range(60), 4))
+    assert len(drive(scheduler)) == 4
+
+
+def test_what_is_matched_and_idle_is_not_counted_twice_at_admission() -> None:
+    """Six blocks are available, but four of them are the very ones it matched: three more do not fit."""
+    scheduler = make_scheduler(8, watermark=0.0)
+    scheduler.submit(make_sequence(1, range(64)))
+    drive(scheduler)
+    scheduler.submit(make_sequence(2, range(900, 930), 2))
+    step(scheduler)
+    scheduler.submit(make_sequence(3, range(112)))
+    plan = step(scheduler)
+    assert list(shares(plan)) == [2]
+    assert scheduler.num_waiting == 1
+    drive(scheduler)
+
+
+@pytest.mark.parametrize(("prompt", "settings", "refusal"), [
+    ([], {}, Refusal(RefusalReason.EMPTY_PROMPT, 1, 0)),
+    ([1], {"max_new_tokens": 0}, Refusal(RefusalReason.NO_NEW_TOKENS, 1, 0)),
+    ([1], {"max_new_tokens": -1}, Refusal(RefusalReason.NO_NEW_TOKENS, 1, -1)),
+    ([1] * 60, {"max_new_tokens": 5}, Refusal(RefusalReason.TOO_LONG, 64, 65)),
+    ([1] * 60, {"max_new_tokens": 4}, None),
+])
+def test_what_can_never_run_is_refused_with_the_reason(prompt: list[int], settings: dict[str, int],
+                                                      refusal: Refusal | None) -> None:
+    scheduler = make_scheduler(4)
+    assert scheduler.submit(make_sequence(1, prompt, **settings)) == refusal
+    assert scheduler.num_waiting == (refusal is None)
+
+
+def test_the_queue_is_bounded() -> None:
+    scheduler = make_scheduler(4, max_waiting=2)
+    sequences = [make_sequence(seq_id, [seq_id]) for seq_id in range(3)]
+    assert [scheduler.submit(sequence) for sequence in sequences] == [
+        None, None, Refusal(RefusalReason.QUEUE_FULL, 2, 3)]
+    drive(scheduler)
+    assert scheduler.submit(sequences[2]) is None, "a refused one may come again"
+
+
+@pytest.mark.parametrize(("configured", "effective"), [(None, 64), (50, 50), (5000, 64)])
+def test_the_context_is_capped_to_what_the_pool_holds(configured: int | None, effective: int) -> None:
+    assert make_scheduler(4, max_context=configured).max_context == effective
+
+
+@pytest.mark.parametrize("settings", [
+    {"max_batch_tokens": 0}, {"max_running": 0}, {"max_waiting": 0}, {"max_context": 1}, {"watermark": 1.0},
+    {"watermark": -0.1}, {"max_preemptions": -1},
+])
+def test_a_setting_out_of_range_is_named(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        make_scheduler(4, **settings)
+
+
+def test_the_cache_mode_and_the_pool_must_agree() -> None:
+    with pytest.raises(ValueError, match="kv_cache"):
+        Scheduler(make_pool(4), SchedulerConfig(kv_cache=KvCacheMode.DECODE))
+
+
+# --- hits -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_prompt_computes_only_what_differs() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.submit(make_sequence(1, range(50)))
+    drive(scheduler)
+    second = make_sequence(2, [*range(40), 7, 7])
+    scheduler.submit(second)
+    assert scheduler.waiting_prefill_tokens == 10
+    assert shares(step(scheduler)) == {2: (32, 10)}
+    assert (second.num_cached_tokens, second.num_computed_positions) == (32, 10)
+    assert (scheduler.counters.queried_tokens, scheduler.counters.hit_tokens) == (92, 32)
+
+
+def test_a_full_hit_computes_one_position_and_writes_nothing_sealed() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.submit(make_sequence(1, range(64)))
+    drive(scheduler)
+    second = make_sequence(2, range(64), 3)
+    scheduler.submit(second)
+    assert scheduler.waiting_prefill_tokens == 1
+    plan = scheduler.schedule()
+    assert plan is not None
+    (share,) = plan.sequences
+    assert (share.start, share.token_ids, share.write_from, share.samples) == (63, (63,), 64, True)
+    assert share.block_table == (0, 1, 2, 3), "all four are held"
+    assert finish(scheduler, plan) == [SequenceUpdate(2, (SAID,), cached_tokens=63)]
+    plan = scheduler.schedule()
+    assert plan is not None
+    (share,) = plan.sequences
+    assert (share.start, share.write_from) == (64, 64)
+    assert share.block_table[:4] == (0, 1, 2, 3)
+    assert share.block_table[4] not in (0, 1, 2, 3), "it goes on in a block of its own"
+    finish(scheduler, plan)
+    drive(scheduler)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
+def test_cached_stays_below_the_prompt_at_every_length(length: int) -> None:
+    scheduler = make_scheduler(20)
+    for seq_id in range(2):
+        sequence = make_sequence(seq_id, range(length))
+        scheduler.submit(sequence)
+        drive(scheduler)
+    assert sequence.num_cached_tokens == min(length // 16 * 16, length - 1)
+    assert sequence.num_computed_positions == length - sequence.num_cached_tokens
+
+
+def test_generated_blocks_are_cached_for_the_next_turn_and_a_partial_one_is_not() -> None:
+    scheduler = make_scheduler(20)
+    first = make_sequence(1, range(20), 30)
+    scheduler.submit(first)
+    drive(scheduler)
+    assert scheduler.pool.num_sealed == 3, "49 positions have K/V: three full blocks"
+    turn = make_sequence(2, [*first.token_ids, 5, 6])
+    scheduler.submit(turn)
+    drive(scheduler)
+    assert turn.num_cached_tokens == 48
+
+
+def test_nothing_is_findable_before_it_is_computed() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.submit(make_sequence(1, range(64)))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.pool.num_sealed == 0
+    assert scheduler.take_events() == []
+    finish(scheduler, plan)
+    (stored,) = scheduler.take_events()
+    assert isinstance(stored, BlockStored)
+    assert len(stored.block_hashes) == 4
+
+
+def test_reset_forgets_what_nobody_holds() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.submit(make_sequence(1, range(64)))
+    drive(scheduler)
+    scheduler.take_events()
+    scheduler.reset_cache()
+    assert scheduler.take_events() == [AllBlocksCleared()]
+    again = make_sequence(2, range(64))
+    scheduler.submit(again)
+    drive(scheduler)
+    assert again.num_cached_tokens == 0
+
+
+def test_the_step_says_who_needed_room_from_the_cache() -> None:
+    scheduler = make_scheduler(6, watermark=0.0)
+    scheduler.submit(make_sequence(1, range(64)))
+    assert step(scheduler).evicted_for_seq_id is None
+    scheduler.submit(make_sequence(2, range(100, 180)))
+    plan = step(scheduler)
+    assert (plan.num_blocks_evicted, plan.evicted_for_seq_id) == (3, 2)
+
+
+# --- modes that are oracles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "num_positions"), [
+    (KvCacheMode.FULL, 699), (KvCacheMode.DECODE, 699), (KvCacheMode.OFF, sum(range(500, 700)))])
+@pytest.mark.parametrize("max_batch_tokens", [128, 1000])
+def test_positions_computed_for_500_and_200_tokens(mode: KvCacheMode, num_positions: int,
+                                                   max_batch_tokens: int) -> None:
+    scheduler = make_scheduler(50, kv_cache=mode, max_batch_tokens=max_batch_tokens)
+    sequence = make_sequence(1, range(500), 200)
+    scheduler.submit(sequence)
+    drive(scheduler, max_steps=1500)
+    assert scheduler.counters.computed_positions == num_positions
+    assert sequence.num_computed_positions == num_positions
+    assert sequence.num_recomputed_tokens == 0
+    assert sequence.num_output_tokens == 200
+
+
+@pytest.mark.parametrize("mode", [KvCacheMode.DECODE, KvCacheMode.OFF])
+def test_without_prefix_cache_nothing_is_shared_or_announced(mode: KvCacheMode) -> None:
+    scheduler = make_scheduler(20, kv_cache=mode)
+    for seq_id in range(2):
+        scheduler.submit(make_sequence(seq_id, range(64), 2))
+    plan = step(scheduler)
+    assert shares(plan) == {0: (0, 64), 1: (0, 64)}
+    assert all(share.write_from == 0 for share in plan.sequences)
+    drive(scheduler)
+    assert scheduler.take_events() == []
+    assert (scheduler.counters.queried_tokens, scheduler.counters.hit_tokens) == (0, 0)
+    assert scheduler.pool.num_free == 20
+
+
+# --- ends -------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_between_steps_frees_at_once() -> None:
+    scheduler = make_scheduler(8, max_batch_tokens=32)
+    scheduler.submit(make_sequence(1, range(100)))
+    scheduler.submit(make_sequence(2, range(100, 110)))
+    step(scheduler)
+    assert scheduler.abort(2) == SequenceUpdate(2, finish_reason=FinishReason.ABORT)
+    assert scheduler.abort(1) == SequenceUpdate(1, finish_reason=FinishReason.ABORT)
+    assert scheduler.abort(1) is None
+    scheduler.check_invariants()
+    assert scheduler.idle()
+    assert scheduler.pool.num_referenced == 0
+    assert scheduler.pool.num_idle == 2, "what was computed of it stays cached"
+
+
+def test_an_abort_within_a_step_waits_for_its_end() -> None:
+    scheduler = make_scheduler(8)
+    scheduler.submit(make_sequence(1, range(40), 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.abort(1) is None
+    assert scheduler.pool.num_referenced == 3, "the runner may be writing there"
+    assert finish(scheduler, plan) == [SequenceUpdate(1, finish_reason=FinishReason.ABORT)]
+    assert scheduler.pool.num_referenced == 0
+    assert scheduler.pool.num_idle == 2
+
+
+def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
+    scheduler = make_scheduler(20, max_batch_tokens=32, max_running=2)
+    for seq_id in range(4):
+        scheduler.submit(make_sequence(seq_id, range(seq_id * 100, seq_id * 100 + 40), 5))
+    step(scheduler)
+    sealed_before = scheduler.pool.num_sealed
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert list(shares(plan)) == [0, 1]
+    scheduler.abort(1)
+    assert scheduler.fail_step(plan) == [SequenceUpdate(0, finish_reason=FinishReason.ERROR),
+                                         SequenceUpdate(1, finish_reason=FinishReason.ABORT)]
+    scheduler.check_invariants()
+    assert scheduler.pool.num_sealed == sealed_before
+    assert scheduler.pool.num_referenced == 0
+    assert (scheduler.counters.failed_steps, scheduler.counters.computed_positions) == (1, 32)
+    assert scheduler.pool.matchable(contents([*range(100, 140)])).block_ids == ()
+    drive(scheduler)
+    assert scheduler.counters.steps > 1
+
+
+def test_one_step_is_in_flight_at_a_time() -> None:
+    scheduler = make_scheduler(8)
+    scheduler.submit(make_sequence(1, range(4), 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    with pytest.raises(AssertionError, match="in flight"):
+        scheduler.schedule()
+    with pytest.raises(AssertionError, match="not the one in flight"):
+        scheduler.commit(StepResult(plan.step_id + 1))
+    finish(scheduler, plan)
+    with pytest.raises(AssertionError, match="no step"):
+        scheduler.fail_step(plan)
+
+
+def test_two_thousand_requests_return_to_the_baseline() -> None:
+    scheduler = make_scheduler(12, 4, max_batch_tokens=64, max_waiting=4)
+    for seq_id in range(2000):
+        while scheduler.submit(make_sequence(seq_id, [seq_id % 7] * (1 + seq_id % 23), 1 + seq_id % 5)) is not None:
+            plan = scheduler.schedule()
+            assert plan is not None
+            finish(scheduler, plan)
+    drive(scheduler)
+    assert scheduler.pool.num_referenced == 0
+    assert scheduler.pool.num_free + scheduler.pool.num_idle == 12
