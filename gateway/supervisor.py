@@ -82,12 +82,13 @@ class Supervisor:
         return {child.spec.name: child.process.pid for child in self._children
                 if child.process is not None and child.process.returncode is None}
 
-    async def stop(self, signum: signal.Signals, *, limit_s: float, names: Sequence[str] | None = None) -> None:
+    async def stop(self, *signums: signal.Signals, limit_s: float, names: Sequence[str] | None = None) -> None:
         """Signal the named children (or all), wait, kill those that outlive `limit_s`. Nothing is restarted after."""
         self._stopping.set()
         chosen = [child for child in self._children if names is None or child.spec.name in names]
-        for child in chosen:
-            _signal(child, signum)
+        for signum in signums:
+            for child in chosen:
+                _signal(child, signum)
         watchers = [task for child in chosen for task in child.tasks]
         if watchers:
             await asyncio.wait(watchers, timeout=limit_s)

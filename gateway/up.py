@@ -75,12 +75,14 @@ async def _stop(supervisor: Supervisor, plan: UpPlan, specs: Sequence[ChildSpec]
                 asked: asyncio.Queue[signal.Signals]) -> None:
     """The gateway first, so that no request meets a missing worker. A second signal ends everything at once."""
     draining = signum == signal.SIGTERM
+    # To both commands SIGTERM says: finish what runs; a SIGINT behind it: now.
+    signums = (signal.SIGTERM,) if draining else (signal.SIGTERM, signal.SIGINT)
     gateway_s = plan.gateway.drain_delay_s + plan.gateway.drain_s + STOP_MARGIN_S if draining else STOP_NOW_S
     worker_s = plan.worker.drain_s + STOP_MARGIN_S if draining else STOP_NOW_S
     impatient = asyncio.create_task(asked.get())
     impatient.add_done_callback(lambda task: None if task.cancelled() else supervisor.kill())
-    await supervisor.stop(signum, limit_s=gateway_s, names=["gateway"])
-    await supervisor.stop(signum, limit_s=worker_s, names=[spec.name for spec in specs[1:]])
+    await supervisor.stop(*signums, limit_s=gateway_s, names=["gateway"])
+    await supervisor.stop(*signums, limit_s=worker_s, names=[spec.name for spec in specs[1:]])
     impatient.cancel()
 
 

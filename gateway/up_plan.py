@@ -126,8 +126,8 @@ def port_problem(host: str, port: int) -> str | None:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return None
     except OSError as error:
-        return (f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses it, or choose another "
-                f"with --port")
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        return f"cannot listen on {host}:{port}: {reason}; stop what uses it, or choose another --port or --host"
 
 
 def num_cores() -> int:

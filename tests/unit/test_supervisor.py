@@ -69,8 +69,8 @@ async def supervised(specs: list[ChildSpec], story: Callable[[Supervisor, Lines]
 async def test_output_is_passed_on_with_the_name_in_front() -> None:
     async def story(_: Supervisor, lines: Lines) -> None:
         await lines.wait_for("[b] up")
-        assert "[a] é" in lines
-        assert "[a] err" in lines
+        await lines.wait_for("[a] up")
+        assert {"[a] é", "[a] err"} <= set(lines)
 
     await supervised([python("a", "import sys; print('é'); print('err', file=sys.stderr, flush=True);" + IDLE),
                       python("b", IDLE)], story)
