@@ -1,0 +1,63 @@
+"""Duplicate keys and depth against the standard library's parser, which sees every pair."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.prompt.json_body import MAX_JSON_DEPTH, check_depth, top_level_keys
+from worker.protocol.api_error import ApiError
+
+# Few keys and values that are prefixes of each other, so that duplicates and near misses are common.
+keys = st.sampled_from(["a", "b", "", "é", "a\"b", "\\", "n", "\n", "{", "\":"])
+values = st.recursive(
+    st.sampled_from([1, 12, 123, 0, -1, 1.5, True, False, None, "", "a", "a\",\"a\":1", "\\", "}", "é🌦"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=2), max_leaves=6)
+spaces = st.sampled_from(["", " ", "\n\t ", "\r\n"])
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> str:
+    """The text of an object, written pair by pair, so that keys may repeat."""
+    pairs = draw(st.lists(st.tuples(keys, values, spaces, st.booleans()), max_size=5))
+    texts = [f"{space}{json.dumps(key, ensure_ascii=escape)}{space}:{space}{json.dumps(value)}{space}"
+             for key, value, space, escape in pairs]
+    return draw(spaces) + "{" + (",".join(texts) or draw(spaces)) + "}" + draw(spaces)
+
+
+@settings(max_examples=500, deadline=None)
+@given(bodies())
+def test_duplicate_keys_are_found_and_named(body: str) -> None:
+    pairs: list[list[str]] = []
+    json.loads(body, object_pairs_hook=lambda found: pairs.append([key for key, _ in found]) or dict(found))
+    expected = pairs[-1]  # the outermost object is finished last
+    repeated = [key for key in expected if expected.count(key) > 1]
+    if not repeated:
+        assert top_level_keys(body.encode()) == expected
+        return
+    with pytest.raises(ApiError) as raised:
+        top_level_keys(body.encode())
+    assert raised.value.param in repeated
+
+
+def depth(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth, value.values()), default=0)
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=values, num_wrapped=st.integers(0, MAX_JSON_DEPTH + 3), siblings=st.integers(0, 5))
+def test_depth_is_bounded_exactly(value: Any, num_wrapped: int, siblings: int) -> None:
+    for index in range(num_wrapped):
+        value = {"x": value} if index % 2 else [value]
+    value = [value, *([[]] * siblings * MAX_JSON_DEPTH)]
+    if depth(value) <= MAX_JSON_DEPTH:
+        check_depth(json.dumps(value).encode(), value)
+        return
+    with pytest.raises(ApiError, match="deeper"):
+        check_depth(json.dumps(value).encode(), value)
