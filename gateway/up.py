@@ -78,7 +78,7 @@ async def _stop(supervisor: Supervisor, plan: UpPlan, specs: Sequence[ChildSpec]
     # To both commands SIGTERM says: finish what runs; a SIGINT behind it: now.
     signums = (signal.SIGTERM,) if draining else (signal.SIGTERM, signal.SIGINT)
     gateway_s = plan.gateway.drain_delay_s + plan.gateway.drain_s + STOP_MARGIN_S if draining else STOP_NOW_S
-    worker_s = plan.worker.drain_s + STOP_MARGIN_S if draining else STOP_NOW_S
+    worker_s = plan.worker_drain_s + STOP_MARGIN_S if draining else STOP_NOW_S
     impatient = asyncio.create_task(asked.get())
     impatient.add_done_callback(lambda task: None if task.cancelled() else supervisor.kill())
     await supervisor.stop(*signums, limit_s=gateway_s, names=["gateway"])
@@ -108,7 +108,7 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 async def _ready_line(plan: UpPlan, token_place: str) -> str:
     """One line that says where, and a request to paste."""
-    model = plan.worker.served_name or plan.worker.model
+    model = plan.model
     async with _session() as http:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, IndexError, ValueError):
             async with http.get(f"{plan.url}/v1/models") as response:

@@ -1,7 +1,8 @@
 """What `headstart up` was asked for, checked before any process starts, and the children that follow from it.
 
 Owns: which flags go to whom, the threads and ports of the workers, the secrets in the children's environments. Must
-never: start anything.
+never: start a server, or import the worker: flags that are not the gateway's are the worker's, and the worker's
+own command line judges them (`--print-config` in a child).
 """
 
 from __future__ import annotations
@@ -10,33 +11,37 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gateway.config import GatewayConfig
 from gateway.supervisor import ChildSpec
-from worker.config import WorkerConfig
 from worker.protocol.command_line import EXIT_OK, CommandParser, add_flags, exit_with_problems
 from worker.protocol.settings import SettingsError, flag_specs, load_settings, render_settings
 
 PROG = "headstart up"
 WORKERS_MAX = 256
 SECRET_BYTES = 32
-# Each worker's port and the gateway's list of workers are ours to say.
-_GATEWAY_SKIPS = ("workers", "admin_token_file")
-_WORKER_SKIPS = ("host", "port", "events_host", "events_port")
+CHECK_TIMEOUT_S = 60.0
+# The gateway's list of workers, and each worker's addresses, are ours to say.
+_OURS = ("workers", "admin_token_file")
+_NOT_FOR_WORKERS = ("--host", "--port", "--events-host", "--events-port")
+# Flags that both commands know: given once, they go to both.
+_FOR_BOTH = ("max_body_bytes", "drain_s", "log_format", "log_level")
 
 
 @dataclass(frozen=True, slots=True)
 class UpPlan:
-    """What was asked for: both configurations as the children will see them, and the flags to pass on."""
+    """What was asked for: the gateway's configuration, the worker's as it printed it, and the flags for each."""
 
     num_workers: int
     gateway: GatewayConfig
-    worker: WorkerConfig
+    worker: Mapping[str, Any]
     gateway_flags: tuple[str, ...]
     worker_flags: tuple[str, ...]
 
@@ -50,55 +55,57 @@ class UpPlan:
         """Where its probes answer."""
         return self._url(self.gateway.ops_port or self.gateway.port)
 
+    @property
+    def worker_drain_s(self) -> float:
+        return float(self.worker["drain_s"])
+
+    @property
+    def model(self) -> str:
+        return str(self.worker.get("served_name") or self.worker["model"])
+
     def _url(self, port: int) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.gateway.host, self.gateway.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> UpPlan:
-    """Everything that can be wrong is told before any process starts. SystemExit after --help or a mistake."""
-    parser = CommandParser(PROG, summary="Run a gateway and its workers on this machine; Ctrl-C ends them all.\n"
-                           "Takes the flags of `headstart gateway` and `headstart worker` and passes them on.",
-                           example="headstart up --workers 2 --model smollm2 --port 8000")
-    parser.add_argument("--workers", dest="num_workers", metavar="N", default="2",
-                        help="worker processes (default 2)")
-    parser.add_argument("--print-config", action="store_true", help="show both outcomes, secrets masked, and stop")
-    add_flags(parser, GatewayConfig, skip=_GATEWAY_SKIPS)
-    add_flags(parser, WorkerConfig, skip=_WORKER_SKIPS)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    """Everything that can be wrong is told before any server starts. SystemExit after --help or a mistake."""
+    options, for_worker = _parser().parse_known_args(argv)
+    given = {name: value for name, value in vars(options).items() if value is not None}
     num_workers, problems = _number_of_workers(given.pop("num_workers"))
     print_config = given.pop("print_config")
-    gateway_given = _for_kind(given, GatewayConfig)
-    worker_given = _for_kind(given, WorkerConfig, skip=_WORKER_SKIPS)
-    gateway = _load(GatewayConfig, gateway_given, environ, problems)
-    worker = _load(WorkerConfig, worker_given, environ, problems)
-    if problems:
+    for name in ("gateway", "worker"):
+        if (path := given.pop(f"{name}_config", None)) is not None:
+            environ = {**environ, f"HEADSTART_{name.upper()}_CONFIG": path}
+    worker_flags = [*_as_flags({name: given[name] for name in _FOR_BOTH if name in given}), *for_worker]
+    problems += [f"{flag}: `up` chooses it for each worker; leave it out" for flag in for_worker
+                 if flag.partition("=")[0] in (*_NOT_FOR_WORKERS, "--config")]
+    gateway = _gateway_outcome(given, environ, problems)
+    worker = _worker_outcome(worker_flags, environ, problems)
+    if problems or gateway is None or worker is None:
         exit_with_problems(PROG, list(dict.fromkeys(problems)))
-    if worker.threads == "auto":
-        worker_given["threads"] = str(max(1, num_cores() // num_workers))
-        worker = replace(worker, threads=worker_given["threads"])
+    if worker["threads"] == "auto":
+        worker["threads"] = str(max(1, num_cores() // num_workers))
+        worker_flags.append(f"--threads={worker['threads']}")
     if print_config:
-        sys.stdout.write(f"# gateway\n{render_settings(gateway)}\n# each worker\n{render_settings(worker)}")
+        shown = "\n".join(f"# {key} = {value!r}" for key, value in worker.items())
+        sys.stdout.write(f"# the gateway:\n{render_settings(gateway)}\n# each worker:\n{shown}\n")
         raise SystemExit(EXIT_OK)
-    return UpPlan(num_workers, gateway, worker, _as_flags(gateway_given, GatewayConfig),
-                  _as_flags(worker_given, WorkerConfig))
+    return UpPlan(num_workers, gateway, worker, _as_flags(given), tuple(worker_flags))
 
 
 def child_specs(plan: UpPlan, admin_token: str, environ: Mapping[str, str]) -> list[ChildSpec]:
     """The gateway first, then the workers, each with its command and its environment."""
-    token = plan.gateway.worker_token or plan.worker.worker_token or _secret()
+    token = environ.get("HEADSTART_WORKER_TOKEN") or plan.gateway.worker_token or _secret()
     shared = {**environ, "HEADSTART_WORKER_TOKEN": token, "PYTHONUNBUFFERED": "1"}
     shared.pop("HEADSTART_ADMIN_TOKEN", None)  # the workers have no use for it
-    of_worker = {**shared, "HEADSTART_HASH_SEED": plan.worker.hash_seed or _secret(),
-                 "OMP_NUM_THREADS": plan.worker.threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    of_worker = {**shared, "HEADSTART_HASH_SEED": environ.get("HEADSTART_HASH_SEED") or _secret(),
+                 "OMP_NUM_THREADS": str(plan.worker["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
     ports = free_ports(plan.num_workers)
     urls = [f"--worker=http://127.0.0.1:{port}" for port in ports]
-    # -m looks in the current folder first; somebody's own ./worker must not be taken for ours.
-    at_home = Path(__file__).parent.parent == Path.cwd()
-    python = (sys.executable, "-m") if at_home else (sys.executable, "-P", "-m")
-    gateway = ChildSpec("gateway", (*python, "gateway", *plan.gateway_flags, *urls),
+    gateway = ChildSpec("gateway", (*_python(), "gateway", *plan.gateway_flags, *urls),
                         {**shared, "HEADSTART_ADMIN_TOKEN": admin_token})
-    workers = [ChildSpec(f"worker-{number}", (*python, "worker", *plan.worker_flags, "--host=127.0.0.1",
+    workers = [ChildSpec(f"worker-{number}", (*_python(), "worker", *plan.worker_flags, "--host=127.0.0.1",
                                               f"--port={port}", "--events-host=127.0.0.1", "--events-port=0"),
                          of_worker) for number, port in enumerate(ports, 1)]
     return [gateway, *workers]
@@ -135,30 +142,54 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _parser() -> CommandParser:
+    parser = CommandParser(PROG, summary="Run a gateway and its workers on this machine; Ctrl-C ends them all.\n"
+                           "Every other flag of `headstart worker` is passed on to the workers.",
+                           example="headstart up --workers 2 --model smollm2 --port 8000 --kv-memory 2GiB")
+    parser.add_argument("--workers", dest="num_workers", metavar="N", default="2",
+                        help="worker processes (default 2)")
+    parser.add_argument("--gateway-config", metavar="FILE", help="the gateway's TOML file")
+    parser.add_argument("--worker-config", metavar="FILE", help="the workers' TOML file")
+    parser.add_argument("--print-config", action="store_true", help="show both outcomes, secrets masked, and stop")
+    add_flags(parser, GatewayConfig, skip=_OURS)
+    return parser
+
+
 def _number_of_workers(text: str) -> tuple[int, list[str]]:
     if text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= WORKERS_MAX:
         return int(text), []
     return 1, [f"--workers: should be a number from 1 to {WORKERS_MAX}, got {text!r}"]
 
 
-def _load(kind: type[Any], flags: Mapping[str, Any], environ: Mapping[str, str], problems: list[str]) -> Any:
-    prefix = "HEADSTART_WORKER_" if kind is WorkerConfig else "HEADSTART_GATEWAY_"
-    path = Path(environ[prefix + "CONFIG"]) if environ.get(prefix + "CONFIG") else None
+def _gateway_outcome(flags: Mapping[str, Any], environ: Mapping[str, str],
+                     problems: list[str]) -> GatewayConfig | None:
+    path = environ.get("HEADSTART_GATEWAY_CONFIG")
     try:
-        return load_settings(kind, flags=flags, environ=environ, env_prefix=prefix, toml_path=path)
+        return load_settings(GatewayConfig, flags=flags, environ=environ, env_prefix="HEADSTART_GATEWAY_",
+                             toml_path=Path(path) if path else None)
     except SettingsError as error:
         problems += error.lines
         return None
 
 
-def _for_kind(given: Mapping[str, Any], kind: type, *, skip: Sequence[str] = ()) -> dict[str, Any]:
-    names = {spec.name for spec in flag_specs(kind)} - set(skip)
-    return {name: value for name, value in given.items() if name in names}
+def _worker_outcome(flags: Sequence[str], environ: Mapping[str, str], problems: list[str]) -> dict[str, Any] | None:
+    done = subprocess.run([*_python(), "worker", *flags, "--print-config"], env=dict(environ), text=True,
+                          capture_output=True, stdin=subprocess.DEVNULL, timeout=CHECK_TIMEOUT_S)
+    if done.returncode == EXIT_OK:
+        return tomllib.loads(done.stdout)
+    problems += [line.removeprefix("headstart worker: ") for line in done.stderr.splitlines()]
+    return None
 
 
-def _as_flags(given: Mapping[str, Any], kind: type) -> tuple[str, ...]:
-    flags = {spec.name: spec.flag for spec in flag_specs(kind)}
+def _as_flags(given: Mapping[str, Any]) -> tuple[str, ...]:
+    flags = {spec.name: spec.flag for spec in flag_specs(GatewayConfig)}
     return tuple(f"{flags[name]}={value}" for name, value in given.items())
+
+
+def _python() -> tuple[str, ...]:
+    # -m looks in the current folder first; somebody's own ./worker must not be taken for ours.
+    at_home = Path(__file__).parent.parent == Path.cwd()
+    return (sys.executable, "-m") if at_home else (sys.executable, "-P", "-m")
 
 
 def _secret() -> str:

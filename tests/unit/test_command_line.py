@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_print_config_masks_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def plan(*arguments: str, **environ: str) -> UpPlan:
-    return read_plan(arguments, environ)
+    return read_plan(arguments, {"PATH": os.environ["PATH"], **environ})
 
 
 def test_up_passes_flags_to_whom_they_concern() -> None:
@@ -99,17 +100,18 @@ def test_up_passes_flags_to_whom_they_concern() -> None:
                  "--threads", "2", "--host", "127.0.0.2")
     assert given.num_workers == 3
     assert set(given.gateway_flags) == {"--port=9000", "--policy=random", "--log-level=debug", "--host=127.0.0.2"}
-    assert set(given.worker_flags) == {"--model=m", "--log-level=debug", "--threads=2"}
+    assert given.worker_flags == ("--log-level=debug", "--model", "m", "--threads", "2")
+    assert given.model == "m"
     assert given.url == "http://127.0.0.2:9000"
 
 
 def test_up_shares_the_cores_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.up_plan.num_cores", lambda: 8)
-    assert plan("--workers", "3").worker.threads == "2"
+    assert plan("--workers", "3").worker["threads"] == "2"
     assert "--threads=2" in plan("--workers", "3").worker_flags
-    assert plan("--workers", "9").worker.threads == "1"
-    assert plan("--workers", "3", "--threads", "5").worker.threads == "5"
-    assert plan("--workers", "3", HEADSTART_WORKER_THREADS="7").worker.threads == "7"
+    assert plan("--workers", "9").worker["threads"] == "1"
+    assert plan("--workers", "3", "--threads", "5").worker["threads"] == "5"
+    assert plan("--workers", "3", HEADSTART_WORKER_THREADS="7").worker["threads"] == "7"
 
 
 def test_up_tells_every_mistake_of_both_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +121,20 @@ def test_up_tells_every_mistake_of_both_before_anything_starts(capsys: pytest.Ca
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5  # --drain-s, which both take, once
     assert all(line.startswith("headstart up: ") for line in lines)
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), [
+    (["--modle", "x"], "unrecognized arguments: --modle x; did you mean --model?"),
+    (["--events-port=3"], "--events-port=3: `up` chooses it for each worker; leave it out"),
+    (["--config", "x.toml"], "--config: `up` chooses it"),
+    (["--worker-config", "/none.toml"], "/none.toml: no such file"),
+    (["--gateway-config", "/none.toml"], "/none.toml: no such file")])
+def test_up_asks_the_worker_about_its_flags(arguments: list[str], wanted: str,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        plan(*arguments)
+    assert caught.value.code == 2
+    assert wanted in capsys.readouterr().err
 
 
 def test_children_share_secrets_through_their_environment_alone() -> None:
