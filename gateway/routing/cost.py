@@ -45,6 +45,7 @@ STALL_WEIGHT = 0.1
 EVICTED_REUSE_RATIO = 0.2
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
+_new_tuple = tuple.__new__
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,33 +95,45 @@ def assumed_rates(views: Iterable[EndpointView]) -> Rates:
 
 def matched_tokens(view: EndpointView, match: Match, prompt_tokens: int) -> int:
     """Prompt tokens predicted to be cached there. A full hit leaves one to compute: its logits start the answer."""
-    held = (match.confirmed_blocks + match.speculative_blocks) * view.block_size
-    return max(0, min(held, prompt_tokens - 1))
+    held = (match[0] + match[1]) * view.block_size
+    if held < prompt_tokens:
+        return held
+    return prompt_tokens - 1 if prompt_tokens else 0
 
 
 def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work, *,
                    rates: Rates, in_session: bool = False) -> CandidateCost:
-    """The cost of `work` on one endpoint; see the top of this file for the terms."""
+    """The cost of `work` on one endpoint; see the top of this file for the terms.
+
+    It runs for every endpoint and request, hence comparisons in place of max(), which costs a call each.
+    """
+    prompt, output = work
+    num_active, queued, context = load
     token_s = 1.0 / (view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else rates.prefill_tokens_per_s)
     step_s = view.decode_step_s if view.decode_step_s > 0 else rates.decode_step_s
-    prompt, output = work
     matched = matched_tokens(view, match, prompt)
     uncached = prompt - matched or 1
-    queued = max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens)
-    num_active = max(load.num_inflight, view.num_running + view.num_waiting)
-    context = max(load.decode_context_tokens, view.decode_context_tokens)
+    # The worker's report and our ledger look at the same work: the larger one, not both.
+    reported = view.waiting_prefill_tokens + view.running_prefill_tokens
+    queued = queued if queued > reported else reported
+    reported = view.num_running + view.num_waiting
+    num_active = num_active if num_active > reported else reported
+    reported = view.decode_context_tokens
+    context = context if context > reported else reported
 
     prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
     queue_s = queued * token_s
-    stream_step_s = max(token_s, STREAM_STEP_SHARE * step_s)
+    stream_step_s = STREAM_STEP_SHARE * step_s
+    stream_step_s = stream_step_s if stream_step_s > token_s else token_s
     decode_s = output * stream_step_s * (num_active + context / ATTENTION_DOUBLING_TOKENS)
     stall_s = STALL_WEIGHT * num_active * prefill_s
     memory_s = _memory_s(view, uncached + output + queued, token_s) if view.blocks_total else 0.0
-    price_s = min(max(view.price_s, 0.0), PRICE_MAX_S)
+    price_s = min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0
     session_s = SESSION_BONUS_TOKENS * token_s if in_session else 0.0
     total_s = prefill_s + queue_s + decode_s + stall_s + memory_s + price_s - session_s
-    return CandidateCost(view.endpoint_id, total_s, prefill_s, queue_s, decode_s, stall_s, memory_s, price_s,
-                         session_s, matched, uncached, queued, num_active)
+    # As CandidateCost(...), in a sixth of the time.
+    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, decode_s, stall_s, memory_s,
+                                      price_s, session_s, matched, uncached, queued, num_active))
 
 
 def _memory_s(view: EndpointView, new_tokens: int, token_s: float) -> float:

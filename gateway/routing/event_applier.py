@@ -20,6 +20,8 @@ from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, BlockSt
 
 # Kind of an extra key in another engine's terms: it makes the chain distinct, and no prompt of ours has it.
 FOREIGN_KEY = 255
+# An entry of a dict at its emptiest and two integers.
+HANDLE_BYTES = 168
 
 
 @dataclass(slots=True)
@@ -65,6 +67,10 @@ class EventApplier:
     def num_handles(self) -> int:
         """Engine hashes that differ from ours and are remembered: as many as the engine's blocks, at most."""
         return len(self._own_of)
+
+    def memory_bytes(self) -> int:
+        """An estimate from the counts; the index does not include it."""
+        return HANDLE_BYTES * (len(self._own_of) + len(self._more_references))
 
     def apply(self, batch: EventBatch, seq: int | None = None) -> None:
         """Apply every event of the batch, in order. A batch of another epoch speaks of another process's blocks."""

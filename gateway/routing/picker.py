@@ -48,12 +48,6 @@ class PickInput:
     random_ratio: float = 0.0
     turn: int = 0
 
-    def match_of(self, view: EndpointView) -> Match:
-        return self.matches.get(view.endpoint_id, NO_MATCH) if self.matches else NO_MATCH
-
-    def load_of(self, view: EndpointView) -> LoadView:
-        return self.loads.get(view.endpoint_id, NO_LOAD)
-
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
@@ -108,8 +102,8 @@ def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[Can
     """The cost on each of `views`, in their order."""
     rates = assumed_rates(views)
     work = Work(given.prompt_tokens, given.expected_output_tokens)
-    session = given.session_endpoint_id
-    return [candidate_cost(view, given.match_of(view), given.load_of(view), work,
+    session, matches, loads = given.session_endpoint_id, given.matches or {}, given.loads
+    return [candidate_cost(view, matches.get(view.endpoint_id, NO_MATCH), loads.get(view.endpoint_id, NO_LOAD), work,
                            rates=rates, in_session=view.endpoint_id == session) for view in views]
 
 
@@ -126,7 +120,7 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
 def decide(given: PickInput, view: EndpointView, reason: Reason,
            candidates: tuple[CandidateCost, ...] = ()) -> RoutingDecision:
     """The decision for `view`, with its match in tokens."""
-    match = given.match_of(view)
+    match = given.matches.get(view.endpoint_id, NO_MATCH) if given.matches else NO_MATCH
     limit = max(0, given.prompt_tokens - 1)
     confirmed = min(match.confirmed_blocks * view.block_size, limit)
     matched = min((match.confirmed_blocks + match.speculative_blocks) * view.block_size, limit)

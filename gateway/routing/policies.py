@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gateway.routing.endpoint import EndpointView
+from gateway.routing.load_ledger import NO_LOAD
 from gateway.routing.picker import NoEndpoint, PickInput, Reason, RoutingDecision, decide, eligible, pick
 
 Policy = Callable[[PickInput], RoutingDecision | NoEndpoint]
@@ -54,7 +55,7 @@ def policy_named(name: str) -> Policy:
 
 
 def _load(given: PickInput, view: EndpointView) -> tuple[int, int]:
-    load = given.load_of(view)
+    load = given.loads.get(view.endpoint_id, NO_LOAD)
     return (max(load.num_inflight, view.num_running + view.num_waiting),
             max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens))
 

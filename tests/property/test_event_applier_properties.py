@@ -1,6 +1,7 @@
 """Event applier and index together against a model of engines that hash in their own way.
 
-Two engines share the index: one names blocks as we do, one by a numbering of its own. The model knows token prefixes only.
+Two engines share the index: one names blocks as we do, one by a numbering of its own. The model knows token
+prefixes only.
 """
 
 from __future__ import annotations

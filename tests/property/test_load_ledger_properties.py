@@ -35,7 +35,8 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     @rule(endpoint_id=st.sampled_from(ENDPOINTS), prefill_tokens=tokens, context_tokens=tokens)
     def book(self, endpoint_id: str, prefill_tokens: int, context_tokens: int) -> None:
         epoch = self.epochs[endpoint_id]
-        handle = self.ledger.book(endpoint_id, str(epoch), prefill_tokens=prefill_tokens, context_tokens=context_tokens)
+        handle = self.ledger.book(endpoint_id, str(epoch), prefill_tokens=prefill_tokens,
+                                  context_tokens=context_tokens)
         self.bookings.append(OpenBooking(endpoint_id, epoch, prefill_tokens, context_tokens, handle))
 
     @precondition(lambda self: self.bookings)

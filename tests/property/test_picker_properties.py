@@ -107,5 +107,6 @@ def test_more_cache_never_costs_more_and_more_load_never_costs_less(
     assert total(view, Match(match.confirmed_blocks + more, match.speculative_blocks), load) <= base + slack
     assert total(view, match, load._replace(num_inflight=load.num_inflight + more)) >= base - slack
     assert total(view, match, load._replace(queued_prefill_tokens=load.queued_prefill_tokens + more)) >= base - slack
-    assert total(replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more), match, load) >= base - slack
+    longer_queue = replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more)
+    assert total(longer_queue, match, load) >= base - slack
     assert total(replace(view, blocks_free=view.blocks_free + more), match, load) <= base + slack

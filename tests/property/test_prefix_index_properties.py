@@ -46,7 +46,8 @@ class NaiveIndex:
 
     def knows(self, path: Path) -> bool:
         """A block stays known while it or a block below it is claimed."""
-        claimed = {held for endpoint_id in ENDPOINTS for held in self.confirmed(endpoint_id) | self.staked(endpoint_id)}
+        claimed = {held for endpoint_id in ENDPOINTS
+                   for held in self.confirmed(endpoint_id) | self.staked(endpoint_id)}
         return any(held[:len(path)] == path for held in claimed)
 
     def store(self, endpoint_id: str, lane: Lane, stored: list[Path]) -> None:
@@ -137,7 +138,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         for handle in before:
             self.index.withdraw(handle)
         self.naive.bets = [bet for bet in self.naive.bets if bet.endpoint_id != endpoint_id]
-        self.naive.references = {key: counts for key, counts in self.naive.references.items() if key[0] != endpoint_id}
+        self.naive.references = {key: counts for key, counts in self.naive.references.items()
+                                 if key[0] != endpoint_id}
 
     @invariant()
     def matches_are_those_of_a_walk(self) -> None:
