@@ -42,7 +42,7 @@ def probe_exactness(model: PagedModel) -> ExactnessReport:
     ways = [(f"cut {cut}", cut, ()) for cut in _CUTS[1:]] + [("batched with others", _CUTS[0], _NEIGHBOURS)]
     for name, cut, neighbours in ways:
         if not _equal(probe.run(cut, neighbours=neighbours), expected):
-            return ExactnessReport(False, f"strict: with {torch.get_num_threads()} threads on this machine, positions "
+            return ExactnessReport(False, f"strict: with {torch.get_num_threads()} threads here, positions "
                                           f"{name} differ from those computed whole, so a cache hit may change an "
                                           "answer's last bits; try --threads 1 or another power of two")
     return ExactnessReport(True, f"strict: {_NUM_POSITIONS} positions around {probe.start + _NUM_POSITIONS} gave the "
