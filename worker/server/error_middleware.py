@@ -36,6 +36,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         response = render(error)
     except web.HTTPException as error:
         response = render(_from_aiohttp(request, error))
+    except ConnectionError:
+        raise       # the client left while its answer was written: nobody is there to be told
     except Exception:
         _log.exception("internal_error", request_id=request_id, path=request.path)
         response = render(internal_error(request_id))

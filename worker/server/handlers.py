@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import orjson
 from aiohttp import web
@@ -121,22 +121,23 @@ async def _stream(request: web.Request, generation: Generation, layout: Response
         REQUEST_ID_HEADER: generation.request_id,
         CACHED_TOKENS_HEADER: str(generation.account().cached_tokens),
     })
-    try:
-        while deltas:
-            if chunk_bytes := _chunks(layout, deltas):
-                await response.write(chunk_bytes)
-            deltas = await generation.next_deltas()
-        ending = event(layout.usage_chunk(generation.account())) if include_usage else b""
-        await response.write(ending + DONE)
-    except ApiError as refusal:
-        await response.write(event(refusal.body()))
-    except ConnectionError:
-        # The client left between two writes; the caller's `finally` stops the engine.
-        return response
-    except Exception:
-        _log.exception("internal_error", request_id=generation.request_id, path=request.path)
-        await response.write(event(internal_error(generation.request_id).body()))
-    await response.write_eof()
+    # A client that leaves between two writes shows as a ConnectionError; the caller's `finally` stops the engine.
+    with suppress(ConnectionError):
+        try:
+            while deltas:
+                if chunk_bytes := _chunks(layout, deltas):
+                    await response.write(chunk_bytes)
+                deltas = await generation.next_deltas()
+            ending = event(layout.usage_chunk(generation.account())) if include_usage else b""
+            await response.write(ending + DONE)
+        except ApiError as refusal:
+            await response.write(event(refusal.body()))
+        except ConnectionError:
+            raise
+        except Exception:
+            _log.exception("internal_error", request_id=generation.request_id, path=request.path)
+            await response.write(event(internal_error(generation.request_id).body()))
+        await response.write_eof()
     return response
 
 

@@ -7,14 +7,11 @@ the gateway, and is honoured only with the worker's token. Whatever passes fits 
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -29,15 +26,9 @@ from worker.protocol.internal_request import WORKER_TOKEN_HEADER, decode_interna
 from worker.server.error_middleware import body_too_large
 from worker.server.shell import Serving, Shell
 
-# Parsing, rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
-ON_LOOP_BYTES_MAX = 1024
-PROMPT_THREADS_MAX = 2
 SEED_BITS = 63
 
-T = TypeVar("T")
 Body = ChatRequest | CompletionRequest
-# Its queue is bounded by the connections that wait for their own result.
-_prompt_threads = ThreadPoolExecutor(PROMPT_THREADS_MAX, thread_name_prefix="prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +78,8 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         _check_vocabulary(prompts, serving.ready, route)
     else:
         raw = await read_body(request, shell.config.max_body_bytes)
-        body, prompts, tokenize_s = await off_loop(len(raw), lambda: _read_direct(raw, serving, route))
+        body, prompts, tokenize_s = await shell.prompt_threads.run(
+            len(raw), lambda: _read_direct(raw, serving, route))
         extra_keys = _body_salt(body)
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
@@ -125,13 +117,6 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
         raise body_too_large(limit_bytes) from None
     except web.RequestPayloadError:
         raise invalid_request("The request body ended early or is badly encoded.", None) from None
-
-
-async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run prompt work here when it is short, in a prompt thread when not."""
-    if num_bytes <= ON_LOOP_BYTES_MAX:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_prompt_threads, work)
 
 
 def _read_direct(raw: bytes, serving: Serving, route: Route) -> tuple[Body, list[list[int]], float]:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from worker.prompt.requests import parse_detokenize, parse_tokenize
 from worker.protocol.api_error import ApiError
-from worker.server.intake import off_loop, read_body, require_model
+from worker.server.intake import read_body, require_model
 from worker.server.shell import Serving, shell_of
 
 _STARTED_AT = int(time.time())
@@ -35,7 +35,7 @@ async def tokenize(request: web.Request) -> web.Response:
     shell = shell_of(request)
     serving = shell.require_serving()
     raw = await read_body(request, shell.config.max_body_bytes)
-    return json_response(await off_loop(len(raw), lambda: _tokenize(raw, serving)))
+    return json_response(await shell.prompt_threads.run(len(raw), lambda: _tokenize(raw, serving)))
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -43,7 +43,7 @@ async def detokenize(request: web.Request) -> web.Response:
     shell = shell_of(request)
     serving = shell.require_serving()
     raw = await read_body(request, shell.config.max_body_bytes)
-    return json_response(await off_loop(len(raw), lambda: _detokenize(raw, serving)))
+    return json_response(await shell.prompt_threads.run(len(raw), lambda: _detokenize(raw, serving)))
 
 
 async def tokenizer(request: web.Request) -> web.Response:

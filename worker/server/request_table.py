@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from worker.engine.messages import SequenceOutput
 from worker.protocol.api_error import ApiError
+from worker.protocol.logs import get_logger
+from worker.server.error_middleware import internal_error
 from worker.server.generation import Generation
 
+_log = get_logger("worker.server.request_table")
 OnReleased = Callable[[Generation], None]
 
 
@@ -50,10 +53,18 @@ class RequestTable:
             generation = self._entries.get(output.request_id)
             if generation is None:
                 continue
-            generation.deliver(output)
+            self._deliver_one(generation, output)
             if generation.released:
                 del self._entries[generation.key]
                 self._on_released(generation)
+
+    def _deliver_one(self, generation: Generation, output: SequenceOutput) -> None:
+        """One request's trouble (a detokeniser that trips over a token) must not lose the others their outputs."""
+        try:
+            generation.deliver(output)
+        except Exception:
+            _log.exception("internal_error", request_id=generation.request_id)
+            generation.fail(internal_error(generation.request_id))
 
     def abort(self, request_id: str) -> int:
         """Stop every living request a client calls by this id. Returns how many there were."""

@@ -26,6 +26,7 @@ from worker.protocol.logs import get_logger
 from worker.server.events_publisher import EventsPublisher
 from worker.server.generation import Generation
 from worker.server.metrics import WorkerMetrics
+from worker.server.prompt_threads import PromptThreads
 from worker.server.request_log import log_evictions, log_finished, log_preemption
 from worker.server.request_table import RequestTable
 from worker.server.token_text import TokenText
@@ -61,6 +62,7 @@ class Shell:
         self.engine = engine
         self.publisher = publisher
         self.metrics = WorkerMetrics()
+        self.prompt_threads = PromptThreads()
         self.requests = RequestTable(self._on_released)
         self.phase = Phase.LOADING
         self.serving: Serving | None = None
@@ -133,6 +135,15 @@ class Shell:
     # -- the engine's reports (event loop, once per step) -------------------------------------------------------
 
     def on_report(self, report: Report) -> None:
+        """Called on the event loop by EngineClient. A report that cannot be taken leaves readers with a wrong index
+        and clients without their tokens: that is fatal, and said so, instead of streams that never end."""
+        try:
+            self._take(report)
+        except Exception:
+            _log.exception("report_lost")
+            self.fail(EngineFailed("This worker could not take a report of its engine; its log says why.", False))
+
+    def _take(self, report: Report) -> None:
         match report:
             case EngineReady():
                 self._opening = asyncio.get_running_loop().create_task(self._open(report), name="open-tokenizer")

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from loadtests.local_stack import Child
-from tests.support.tiny_worker import MODEL_CONTEXT, running_tiny_worker, worker_client
+from tests.support.tiny_worker import MODEL_CONTEXT, worker_client
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -128,18 +128,3 @@ async def test_a_client_request_id_is_echoed_and_a_bad_one_replaced(client: aioh
     assert (status, answer["id"], headers["x-request-id"]) == (200, "cmpl-mine-1", "mine-1")
     _, _, headers = await post(client, COMPLETIONS, completion(), **{"x-request-id": "a b" + "c" * 200})
     assert " " not in headers["x-request-id"]
-
-
-async def test_a_full_queue_is_429_with_retry_after(tiny_model: Any) -> None:
-    with running_tiny_worker(tiny_model, "--max-running", "1", "--max-waiting", "1") as worker:
-        async with worker_client(worker) as client:
-            body = completion(max_tokens=900, ignore_eos=True, n=2, stream=True)
-            async with client.post(COMPLETIONS, json=body) as stream:
-                await stream.content.readuntil(b"\n\n")
-                status, answer, headers = await post(client, COMPLETIONS, completion())
-            assert (status, answer["error"]["code"]) == (429, "queue_full")
-            assert int(headers["Retry-After"]) >= 1
-            status, answer, _ = await post(client, COMPLETIONS, completion(n=3))
-            assert (status, answer["error"]["param"]) == (400, "n"), "three never fit, however long one waits"
-
-
