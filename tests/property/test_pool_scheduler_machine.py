@@ -38,14 +38,14 @@ from worker.protocol.block_hash import ChainHasher, ExtraKey, ExtraKeyKind
 FRESH = bool(os.environ.get("HEADSTART_FUZZ"))
 
 prompts = st.one_of(
-    st.lists(st.integers(0, 1), min_size=1, max_size=12),
-    st.sampled_from([[0] * 4, [0] * 8, [0, 1] * 4, [0, 1] * 6, [1] * 9, [0, 0, 0, 0, 1, 1, 1, 1]]),
+    st.lists(st.integers(0, 1), min_size=1, max_size=9),
+    st.sampled_from([[0] * 4, [0] * 8, [0, 1] * 4, [0, 1] * 5, [1] * 9, [0, 0, 0, 0, 1, 1, 1, 1]]),
 )
 salts = st.sampled_from([(), (), (), (ExtraKey(ExtraKeyKind.GATEWAY_SALT, b"a"),),
                          (ExtraKey(ExtraKeyKind.BODY_SALT, b"a"),), (ExtraKey(ExtraKeyKind.GATEWAY_SALT, b"a", 4),)])
 rules = st.builds(
     StopRule,
-    max_new_tokens=st.sampled_from([1, 2, 6, 12, 12, 12]),
+    max_new_tokens=st.sampled_from([8, 8, 14, 3, 1]),
     stop_token_ids=st.sampled_from([frozenset()] * 3 + [frozenset({STOP_TOKEN})]),
     eos_token_ids=st.just(frozenset({2})),
     ignore_eos=st.sampled_from([True, True, True, False]),
@@ -53,8 +53,8 @@ rules = st.builds(
 )
 configs = st.builds(
     SchedulerConfig,
-    max_batch_tokens=st.sampled_from([16, 7, 2, 1]),
-    max_running=st.sampled_from([6, 3, 1]),
+    max_batch_tokens=st.sampled_from([16, 16, 7, 2, 1]),
+    max_running=st.sampled_from([6, 6, 3, 1]),
     max_waiting=st.sampled_from([8, 2]),
     watermark=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
     max_preemptions=st.sampled_from([0, 1, 2, 9]),
@@ -69,7 +69,7 @@ class PoolSchedulerMachine(RuleBasedStateMachine):
     pool_class: type[BlockPool] = BlockPool
     seen: ClassVar[Counter[str]] = Counter()
 
-    @initialize(config=configs, num_blocks=st.integers(6, 14), block_size=st.sampled_from([4, 2, 3, 1]))
+    @initialize(config=configs, num_blocks=st.integers(7, 16), block_size=st.sampled_from([2, 3, 1, 4]))
     def start(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
         self.pair = SchedulerPair(config, num_blocks=num_blocks, block_size=block_size, pool_class=self.pool_class)
 
@@ -144,17 +144,17 @@ def constant_hash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ten_thousand_steps() -> None:
-    seen = run(BlockPool, max_examples=540)
+    seen = run(BlockPool, max_examples=520)
     assert seen["steps"] >= 10_000
     for what in ("hits", "evictions", "preemptions", "refused", "stop", "length", "abort", "error"):
-        assert seen[what] > 50, f"the machine hardly ever sees {what}: {seen}"
+        assert seen[what] > 20, f"the machine hardly ever sees {what}: {seen}"
 
 
 @pytest.mark.usefixtures("constant_hash")
 def test_a_constant_block_hash_serves_no_wrong_block() -> None:
-    seen = run(BlockPool, max_examples=60)
-    assert seen["hits"] > 100
-    assert seen["evictions"] > 100
+    seen = run(BlockPool, max_examples=100)
+    assert seen["hits"] > 20
+    assert seen["evictions"] > 20
 
 
 class ForgetsADecrement(BlockPool):
