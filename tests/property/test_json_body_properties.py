@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.prompt.json_body import MAX_JSON_DEPTH, check_depth, top_level_keys
+from worker.prompt.json_body import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, check_nesting, top_level_keys
 from worker.protocol.api_error import ApiError
 
 # Few keys and values that are prefixes of each other, so that duplicates and near misses are common.
@@ -54,10 +54,20 @@ def depth(value: Any) -> int:
 @given(value=values, num_wrapped=st.integers(0, MAX_JSON_DEPTH + 3), siblings=st.integers(0, 5))
 def test_depth_is_bounded_exactly(value: Any, num_wrapped: int, siblings: int) -> None:
     for index in range(num_wrapped):
-        value = {"x": value} if index % 2 else [value]
+        value = {"x]": value} if index % 2 else [value]
     value = [value, *([[]] * siblings * MAX_JSON_DEPTH)]
+    body = json.dumps(value).encode()
     if depth(value) <= MAX_JSON_DEPTH:
-        check_depth(json.dumps(value).encode(), value)
+        check_nesting(body)
         return
     with pytest.raises(ApiError, match="deeper"):
-        check_depth(json.dumps(value).encode(), value)
+        check_nesting(body)
+
+
+def test_the_number_of_containers_is_bounded_exactly() -> None:
+    text = "[" * 1_000_000  # brackets in a string are text
+    body = {"prompt": text, "x": [[]] * (MAX_JSON_CONTAINERS - 2)}
+    check_nesting(json.dumps(body).encode())
+    body["x"] = [[]] * (MAX_JSON_CONTAINERS - 1)
+    with pytest.raises(ApiError, match="more than 200000"):
+        check_nesting(json.dumps(body).encode())

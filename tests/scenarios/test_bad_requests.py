@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from worker.prompt import messages as message_limits
-from worker.prompt import requests as limits
+from worker.prompt import request_schema as limits
 from worker.prompt.json_body import MAX_JSON_DEPTH
 from worker.prompt.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from worker.protocol.api_error import ApiError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from worker.prompt import requests as limits
+from worker.prompt import request_schema as limits
 from worker.prompt.requests import (
     ChatRequest,
     CompletionRequest,

@@ -1,8 +1,8 @@
 """Request bodies to checked values: chat completions, plain completions, /tokenize and /detokenize.
 
-Owns the wire schema: names, types, ranges, and which values go together. Every complaint is a 400 `invalid_request`
-that names the field. Must never render, tokenise or look at the model: a request that leaves here may still be too
-long or name a model that nobody serves.
+Owns which values go together and what absent ones mean; request_schema.py has names, types and ranges. Every
+complaint is a 400 `invalid_request` that names the field. Must never render, tokenise or look at the model: a request
+that leaves here may still be too long or name a model that nobody serves.
 
 Known fields are strict (`true` is not an int, "1" is not 1). Unknown fields are ignored and listed in `.unknown`, so
 that a caller can log them. `null` means absent, as OpenAI's clients send it.
@@ -10,35 +10,28 @@ that a caller can log them. `null` means absent, as OpenAI's clients send it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from worker.prompt.json_body import decode_body
 from worker.prompt.messages import check_chat_template_kwargs, check_messages, check_tools
+from worker.prompt.request_schema import (
+    DEFAULT_COMPLETION_MAX_TOKENS,
+    MAX_LOGIT_BIAS_TOKENS,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKEN_ID,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import invalid_request
-
-MAX_N = 128
-MAX_PROMPTS = 512
-MAX_SEQUENCES = 512
-"""n times prompts: what one request may ask the engine to run."""
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS_TOKENS = 1024
-MAX_TOKEN_ID = 2**32 - 1
-MAX_TOKENS_LIMIT = 2**31 - 1
-MAX_LABEL_CHARS = 1024
-"""cache_salt, user, prompt_cache_key and other short names."""
-DEFAULT_COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; chat runs to the context's end instead."""
-
-TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
-Label = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
-Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,87 +109,10 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-class _ResponseFormat(msgspec.Struct):
-    type: str
-
-
-class _GenerationBody(msgspec.Struct, kw_only=True):
-    model: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
-    max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
-    ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
-    cache_salt: Label | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    user: Annotated[str, Meta(max_length=MAX_LABEL_CHARS)] | None = None
-    prompt_cache_key: Label | None = None
-    prompt_cache_retention: Label | None = None
-    response_format: _ResponseFormat | None = None
-
-
-class _ChatBody(_GenerationBody, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: TokenCount | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    functions: Any = None
-    function_call: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-
-class _CompletionBody(_GenerationBody, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
-    suffix: str | None = None
-
-
-class _TokenizeBody(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
-
-
-class _DetokenizeBody(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    tokens: list[TokenId]
-
-
-_chat_decoder = msgspec.json.Decoder(_ChatBody)
-_completion_decoder = msgspec.json.Decoder(_CompletionBody)
-_tokenize_decoder = msgspec.json.Decoder(_TokenizeBody)
-_detokenize_decoder = msgspec.json.Decoder(_DetokenizeBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -252,7 +168,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return DetokenizeRequest(model=given.model, tokens=tuple(given.tokens), unknown=unknown)
 
 
-def _shared(given: _GenerationBody, unknown: tuple[str, ...], *, logprobs: int | None,
+def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | None,
             max_tokens: int | None) -> dict[str, Any]:
     """The fields of GenerationRequest, with everything that holds for both routes checked."""
     if given.stream_options is not None and not given.stream:
@@ -274,7 +190,7 @@ def _shared(given: _GenerationBody, unknown: tuple[str, ...], *, logprobs: int |
     }
 
 
-def _sampling(given: _GenerationBody, logprobs: int | None) -> SamplingParams:
+def _sampling(given: GenerationBody, logprobs: int | None) -> SamplingParams:
     asked = {
         "temperature": given.temperature, "top_p": given.top_p, "min_p": given.min_p, "seed": given.seed,
         "repetition_penalty": given.repetition_penalty, "presence_penalty": given.presence_penalty,
@@ -318,7 +234,7 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
     return result
 
 
-def _chat_logprobs(given: _ChatBody) -> int | None:
+def _chat_logprobs(given: ChatBody) -> int | None:
     if given.logprobs:
         return given.top_logprobs or 0
     if given.top_logprobs:
@@ -343,7 +259,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
     return tuple(item if isinstance(item, str) else tuple(item) for item in prompt)  # type: ignore[arg-type]
 
 
-def _refuse_unsupported_chat(given: _ChatBody) -> None:
+def _refuse_unsupported_chat(given: ChatBody) -> None:
     _refuse_chat_template(given.chat_template)
     for name, remedy in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(given, name) is not None:
@@ -363,7 +279,7 @@ def _checked_tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], 
     return tuple(tools)
 
 
-def _tool_choice(given: _ChatBody, tools: tuple[dict[str, Any], ...] | None) -> str:
+def _tool_choice(given: ChatBody, tools: tuple[dict[str, Any], ...] | None) -> str:
     choice = given.tool_choice
     if choice is None:
         return "auto" if tools else "none"
@@ -374,7 +290,7 @@ def _tool_choice(given: _ChatBody, tools: tuple[dict[str, Any], ...] | None) -> 
     return str(choice)
 
 
-def _template_options(given: _ChatBody | _TokenizeBody) -> dict[str, Any]:
+def _template_options(given: ChatBody | TokenizeBody) -> dict[str, Any]:
     kwargs = given.chat_template_kwargs or {}
     check_chat_template_kwargs(kwargs)
     continue_final = bool(given.continue_final_message)

@@ -21,12 +21,15 @@ class StopMatcher:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
+        self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, text: str) -> Matched:
         """Take more text; returns what is safe now."""
         if not text:
             return Matched("", False)
+        if not self._held and self._first_chars.isdisjoint(text):
+            return Matched(text, False)  # nearly every token
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
