@@ -22,7 +22,7 @@ from worker.protocol.logs import get_logger
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_MAX_CHARS = 128
-REQUEST_ID_KEY = "headstart.request_id"
+REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 _USABLE_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_MAX_CHARS}}}\Z")
@@ -78,7 +78,7 @@ class Routes:
 
     def common_headers(self, request: BaseRequest) -> dict[str, str]:
         """What every response carries."""
-        headers = {REQUEST_ID_HEADER: str(request[REQUEST_ID_KEY])}
+        headers = {REQUEST_ID_HEADER: request_id_of(request)}
         origin = request.headers.get("Origin")
         if origin is not None and (origin in self._cors_origins or "*" in self._cors_origins):
             headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
@@ -120,7 +120,7 @@ def json_response(payload: object, *, status: int = 200, headers: Mapping[str, s
 
 def request_id_of(request: BaseRequest) -> str:
     """The id that the outermost handler gave this request."""
-    return str(request[REQUEST_ID_KEY])
+    return request[REQUEST_ID_KEY]
 
 
 async def read_body(request: BaseRequest, limit_bytes: int) -> bytes:
