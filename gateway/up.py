@@ -64,14 +64,14 @@ async def _run(plan: UpPlan, admin_token: str, token_place: str) -> int:
         await stopping
     up.cancel()
     if stopping.done():
-        await _stop(supervisor, plan, specs, stopping.result(), asked)
+        await _stop(supervisor, plan, stopping.result(), asked)
         return EXIT_OK
     stopping.cancel()
-    await _stop(supervisor, plan, specs, signal.SIGINT, asked)
+    await _stop(supervisor, plan, signal.SIGINT, asked)
     return _blame(supervisor.failed.result())
 
 
-async def _stop(supervisor: Supervisor, plan: UpPlan, specs: Sequence[ChildSpec], signum: signal.Signals,
+async def _stop(supervisor: Supervisor, plan: UpPlan, signum: signal.Signals,
                 asked: asyncio.Queue[signal.Signals]) -> None:
     """The gateway first, so that no request meets a missing worker. A second signal ends everything at once."""
     draining = signum == signal.SIGTERM
@@ -82,7 +82,7 @@ async def _stop(supervisor: Supervisor, plan: UpPlan, specs: Sequence[ChildSpec]
     impatient = asyncio.create_task(asked.get())
     impatient.add_done_callback(lambda task: None if task.cancelled() else supervisor.kill())
     await supervisor.stop(*signums, limit_s=gateway_s, names=["gateway"])
-    await supervisor.stop(*signums, limit_s=worker_s, names=[spec.name for spec in specs[1:]])
+    await supervisor.stop(*signums, limit_s=worker_s)
     impatient.cancel()
 
 
