@@ -122,8 +122,9 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(f"{kind} shares keys and values between layers, which is not supported yet")
     if config.get("quantization_config"):
         raise ModelError(f"this {kind} checkpoint is quantised; use the unquantised one")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]    # one, or one per layer type
+    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
+    # Each is one rope, or one per layer type.
+    parts = [part for rope in ropes for part in (rope, *rope.values()) if isinstance(part, dict)]
     kinds = {str(part.get("rope_type") or part.get("type")) for part in parts}
     if unsound := kinds.intersection(_UNSOUND_ROPES):
         raise ModelError(f"{kind} uses {unsound.pop()!r} rope, whose keys depend on the length of the sequence: its "
@@ -131,18 +132,23 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
 
 
 def _load_weights(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     register_attention()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder.path, dtype=dtype, attn_implementation=ATTENTION_NAME,
-                                                     local_files_only=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder.path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True,
+            output_loading_info=True)
+        if missing := sorted(report["missing_keys"]):    # transformers would make them up at random
+            raise ModelError(f"{folder.path} lacks weights ({missing[0]} and {len(missing) - 1} more); "
+                             "download the model again")
         return model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{folder.name} does not fit on {device}; use a smaller model or --device cpu") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n", 1)[0][:300]
         raise ModelError(f"{folder.path} cannot be loaded: {reason}") from error
 

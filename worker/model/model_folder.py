@@ -90,7 +90,7 @@ def _add_samples(digest: hashlib._Hash, file: Path) -> None:
     digest.update(size.to_bytes(8, "little"))
     with file.open("rb") as stream:
         header_size = int.from_bytes(stream.read(8), "little")
-        if header_size > min(size, _HEADER_MAX_BYTES):
+        if size < 8 or header_size > min(size - 8, _HEADER_MAX_BYTES):
             raise ModelError(f"{file} is not a safetensors file or is cut short; download it again")
         digest.update(stream.read(header_size))
         last = max(0, size - _SAMPLE_BYTES)
