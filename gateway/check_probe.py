@@ -15,7 +15,7 @@ import orjson
 
 PROBE_TIMEOUT_S = 300.0
 PROBE_MAX_TOKENS = 4
-PROBE_SECTIONS = 36  # about 900 tokens in the tokenizers of today's models
+PROBE_SECTIONS = 18  # about 900 tokens in the tokenizers of today's models
 
 
 class EndpointError(Exception):
