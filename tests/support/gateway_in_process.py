@@ -61,11 +61,11 @@ class GatewayUnderTest:
             return dict((await response.json())["workers"][index])
 
     async def metric(self, name: str) -> float:
-        """The value of one series, labels included in `name`; 0 when it is absent."""
+        """The value of one series, labels included in `name` in any order; 0 when it is absent."""
         async with self.session.get(f"{self.url}/metrics") as response:
             for line in (await response.text()).splitlines():
                 series, _, value = line.rpartition(" ")
-                if series == name:
+                if _parts(series) == _parts(name):
                     return float(value)
         return 0.0
 
@@ -85,6 +85,11 @@ class GatewayUnderTest:
             return all(row["state"] == "ready" and row["knowledge"] == "exact" for row in rows)
 
         await self.until(exact, "every worker ready and exact")
+
+
+def _parts(series: str) -> tuple[str, list[str]]:
+    name, _, labels = series.rstrip("}").partition("{")
+    return name, sorted(labels.split(","))
 
 
 @asynccontextmanager

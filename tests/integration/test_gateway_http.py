@@ -1,0 +1,249 @@
+"""The gateway's HTTP surface: errors in OpenAI's shape, models, helpers, ops routes, admin token, start and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gateway.config import GatewayConfig
+from gateway.server.app import StartError, run
+from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, running_gateway
+from tests.support.stub_worker import StubWorker, pause, running
+
+CHAT = "/v1/chat/completions"
+MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+@dataclass(frozen=True)
+class Mistake:
+    name: str
+    body: bytes
+    status: int = 400
+    code: str = "invalid_request"
+    param: str | None = None
+    method: str = "POST"
+    path: str = CHAT
+
+
+MISTAKES = [
+    Mistake("malformed JSON", b"{"),
+    Mistake("not an object", b"[1]"),
+    Mistake("empty body", b""),
+    Mistake("invalid UTF-8", b'{"model":"stub\xff",' + MESSAGES + b"}"),
+    Mistake("duplicate key", b'{"model":"stub","model":"stub",' + MESSAGES + b"}", param="model"),
+    Mistake("wrong type", b'{"model":"stub","max_tokens":"5",' + MESSAGES + b"}", param="max_tokens"),
+    Mistake("NaN temperature", b'{"model":"stub","temperature":NaN,' + MESSAGES + b"}"),
+    Mistake("max_tokens 0", b'{"model":"stub","max_tokens":0,' + MESSAGES + b"}", param="max_tokens"),
+    Mistake("max_tokens -1", b'{"model":"stub","max_tokens":-1,' + MESSAGES + b"}", param="max_tokens"),
+    Mistake("no messages", b'{"model":"stub","messages":[]}', param="messages"),
+    Mistake("tools that the template ignores", b'{"model":"stub","tools":[{"type":"function","function":'
+            b'{"name":"f"}}],' + MESSAGES + b"}", param="tools"),
+    Mistake("unknown model", b'{"model":"nope",' + MESSAGES + b"}", 404, "model_not_found", "model"),
+    Mistake("token id out of the vocabulary", b'{"model":"stub","prompt":[256]}', param="prompt",
+            path="/v1/completions"),
+    Mistake("too large", b" " * 70_000, 413, "body_too_large"),
+    Mistake("unknown path", b"", 404, "not_found", path="/v2/chat"),
+    Mistake("unknown method", b"", 405, "method_not_allowed", method="GET"),
+    Mistake("not served yet", b"{}", 501, "not_served", path="/v1/embeddings"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+async def test_a_clients_mistake_is_named_and_reaches_no_worker(mistake: Mistake) -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, max_body_bytes=65_536) as gateway:
+        await gateway.until_exact()
+        answer = await gateway.send(mistake.method, mistake.path, body=mistake.body)
+        assert (answer.status, answer.error["code"]) == (mistake.status, mistake.code)
+        assert answer.error["param"] == mistake.param
+        assert answer.error["message"]
+        assert answer.headers["content-type"].startswith("application/json")
+        assert answer.headers["x-request-id"]
+        assert not stub.seen
+        assert (await gateway.chat()).status == 200, "the next request is served"
+
+
+async def test_a_100_mb_body_without_a_length_is_refused_on_the_way() -> None:
+    async with running_gateway("http://127.0.0.1:1", max_body_bytes=1 << 20) as gateway:
+        async def chunks():  # type: ignore[no-untyped-def]
+            for _ in range(100):
+                yield b"x" * (1 << 20)
+
+        async with gateway.session.post(gateway.url + CHAT, data=chunks()) as response:
+            assert response.status == 413
+
+
+async def test_curls_expect_header_is_answered() -> None:
+    async with running_gateway("http://127.0.0.1:1") as gateway:
+        async with gateway.session.post(gateway.url + CHAT, data=b"{", expect100=True) as response:
+            assert response.status == 400
+
+
+async def test_models_and_helpers() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, root_path="/llm") as gateway:
+        await gateway.until(lambda: _is_ready(gateway), "ready")
+        listed = await gateway.send("GET", "/llm/v1/models")
+        assert b'"id":"stub"' in listed.body
+        assert b'"max_model_len":4096' in listed.body
+        assert (await gateway.send("GET", "/v1/models/stub")).status == 200
+        missing = await gateway.send("GET", "/v1/models/org%2Fother")
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        assert "org/other" in missing.error["message"]
+        tokens = await gateway.send("POST", "/tokenize", payload={"prompt": "aé"})
+        assert b'"count":3' in tokens.body
+        text = await gateway.send("POST", "/detokenize", payload={
+            "tokens": stub.renderer.tokenizer.encode("aé", add_special_tokens=False)})
+        assert text.body == '{"prompt":"aé"}'.encode()
+
+
+async def _is_ready(gateway) -> bool:  # type: ignore[no-untyped-def]
+    return bool((await gateway.send("GET", "/readyz")).status == 200)
+
+
+async def test_admin_routes_want_the_token() -> None:
+    async with running_gateway("http://127.0.0.1:1") as gateway:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic admin"},
+                        {"Authorization": "Bearer"}, {"Authorization": "Bearer admi\xf6n"}):
+            for method, path in (("GET", "/admin/workers"), ("POST", "/admin/explain"),
+                                 ("POST", "/admin/workers/x/drain")):
+                answer = await gateway.send(method, path, headers=headers)
+                assert (answer.status, answer.error["code"]) == (401, "unauthenticated")
+        assert (await gateway.send("GET", "/admin/workers", headers=ADMIN)).status == 200
+        unknown = await gateway.send("POST", "/admin/workers/x/drain", headers=ADMIN)
+        assert unknown.status == 404
+
+
+async def test_without_a_configured_token_a_private_file_has_one(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "token"
+    async with running_gateway("http://127.0.0.1:1", admin_token="", admin_token_file=file) as gateway:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        token = file.read_text().strip()
+        assert len(token) >= 24
+        headers = {"Authorization": f"Bearer {token}"}
+        assert (await gateway.send("GET", "/admin/workers", headers=headers)).status == 200
+        assert (await gateway.send("GET", "/admin/workers", headers={"Authorization": "Bearer "})).status == 401
+
+
+async def test_a_token_file_that_cannot_be_written_closes_the_admin_routes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    async with running_gateway("http://127.0.0.1:1", admin_token="",
+                               admin_token_file=tmp_path / "file" / "token") as gateway:
+        assert (await gateway.send("GET", "/livez")).status == 200
+        for given in ("Bearer ", "Bearer x"):
+            assert (await gateway.send("GET", "/admin/workers", headers={"Authorization": given})).status == 401
+
+
+async def test_explain_decides_and_sends_nothing() -> None:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN) for _ in range(2)]
+    async with running(*stubs), running_gateway(*(stub.url for stub in stubs)) as gateway:
+        await gateway.until_exact(num_workers=2)
+        body = {"model": "stub", "messages": [{"role": "user", "content": "A question of some length. " * 5}]}
+        answer = await gateway.send("POST", "/admin/explain", payload=body, headers=ADMIN)
+        assert answer.status == 200
+        assert answer.body.count(b'"endpoint_id"') == 3  # the decision and both candidates
+        assert not any(stub.seen for stub in stubs)
+        assert (await gateway.worker())["speculative_blocks"] == 0
+
+
+async def test_ops_port_takes_the_operators_routes_off_the_main_one() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ops_port = probe.getsockname()[1]
+    async with running_gateway("http://127.0.0.1:1", ops_port=ops_port) as gateway:
+        assert [(await gateway.send("GET", path, headers=ADMIN)).status
+                for path in ("/livez", "/metrics", "/admin/workers")] == [200, 404, 404]
+        for path in ("/livez", "/metrics", "/admin/workers"):
+            async with gateway.session.get(f"http://127.0.0.1:{ops_port}{path}", headers=ADMIN) as response:
+                assert response.status == 200
+        async with gateway.session.post(f"http://127.0.0.1:{ops_port}{CHAT}") as response:
+            assert response.status == 404
+
+
+async def test_cors_for_configured_origins_only() -> None:
+    async with running_gateway("http://127.0.0.1:1", cors_origins=("https://app.example",)) as gateway:
+        for origin, allowed in (("https://app.example", True), ("https://evil.example", False)):
+            answer = await gateway.send("OPTIONS", CHAT, headers={"Origin": origin})
+            assert answer.status == 204
+            assert ("access-control-allow-origin" in answer.headers) is allowed
+
+
+async def test_expose_routing_can_be_turned_off() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, expose_routing=False) as gateway:
+        await gateway.until_exact()
+        answer = await gateway.chat()
+        assert not [name for name in answer.headers if name.startswith("x-headstart")]
+
+
+async def test_model_names_of_clients_make_no_series() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        await gateway.send("POST", CHAT, payload={"model": "made-up", "messages": [{"role": "user", "content": "x"}]})
+        assert b"made-up" not in (await gateway.send("GET", "/metrics")).body
+        assert await gateway.metric(f'headstart_requests_total{{route="{CHAT}",model="other",code="404"}}') == 1
+
+
+async def test_draining_finishes_streams_and_then_is_gone() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, drain_delay_s=0.3, drain_s=20.0) as gateway:
+        await gateway.until_exact()
+        stub.next_behaviours.append(pause(0.8))
+        streaming = asyncio.create_task(gateway.chat(stream=True))
+        await gateway.until(lambda: _seen(stub, 1), "the stream runs")
+        draining = asyncio.create_task(gateway.gateway.drain(asyncio.Event()))
+        await asyncio.sleep(0)
+        assert (await gateway.send("GET", "/readyz")).status == 503
+        late = await gateway.chat()
+        assert late.status == 200, "requests are still accepted during drain_delay_s"
+        assert late.headers.get("connection") == "close"
+        assert b"[DONE]" in (await streaming).body
+        await draining
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", gateway.gateway.port)
+
+
+async def _seen(stub: StubWorker, number: int) -> bool:
+    return len(stub.seen) >= number
+
+
+def test_a_port_in_use_is_one_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert run(GatewayConfig(port=taken.getsockname()[1], admin_token="x")) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "Address already in use" in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize(("settings", "word"), [({"policy": "roundrobin"}, "round_robin")])
+def test_a_setting_that_makes_no_sense_is_exit_2(settings: dict[str, str], word: str,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(GatewayConfig(port=0, admin_token="x", **settings)) == 2  # type: ignore[arg-type]
+    assert word in capsys.readouterr().err
+
+
+def test_start_error_carries_its_exit_code() -> None:
+    assert StartError("x").exit_code == 1
+
+
+def test_sigterm_ends_the_process_with_0(tmp_path: Path) -> None:
+    program = ("import sys; from gateway.config import GatewayConfig; from gateway.server.app import run; "
+               "sys.exit(run(GatewayConfig(port=0, admin_token='x', drain_delay_s=0.05, drain_s=1.0)))")
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=dict(os.environ))
+    assert process.stderr is not None
+    assert b"gateway_started" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    process.stderr.close()
