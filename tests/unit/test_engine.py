@@ -28,7 +28,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(checkpoint: Path, **changes: object) -> EngineConfig:
-    settings: dict[str, object] = {"model": str(checkpoint), "kv_memory": "8MiB", "exactness": "strict", "device": "cpu"}
+    settings: dict[str, object] = {"model": str(checkpoint), "kv_memory": "8MiB", "exactness": "strict",
+                                   "device": "cpu"}
     return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
 
 

@@ -61,7 +61,7 @@ class Engine:
         """Load the model and warm it up. Raises EngineSetupError: one line with the remedy."""
         parts = start_up(self._config, self._clock)
         self.scheduler, self.runner, self._rates = parts.scheduler, parts.runner, parts.rates
-        self._eos_token_ids = frozenset(parts.model.spec.eos_token_ids)
+        self._eos_token_ids = frozenset(parts.eos_token_ids)
         return _ready(self._config, parts)
 
     @property
@@ -208,7 +208,7 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
     return EngineReady(
         folder=str(parts.folder.path), model=config.served_name or parts.folder.name, hash_scheme=pool.scheme,
         num_blocks=pool.num_blocks, block_size=pool.block_size, max_context=parts.scheduler.max_context,
-        vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, device=spec.device, dtype=spec.dtype,
+        vocab_size=spec.vocab_size, eos_token_ids=parts.eos_token_ids, device=spec.device, dtype=spec.dtype,
         kv_dtype=spec.kv_dtype, kv_bytes_per_token=spec.kv_bytes_per_token, exactness=config.exactness,
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
         notes=parts.notes)

@@ -36,13 +36,17 @@ WARM_UP_SEQ_ID = -1     # never a real sequence's
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Everything an Engine is made of. `notes` are lines for the start-up log."""
+    """Everything an Engine is made of. `notes` are lines for the start-up log.
+
+    `eos_token_ids` end an answer: what the model's configuration names, and what ends a turn in its chat template.
+    """
 
     folder: ModelFolder
     model: PagedModel
     runner: ModelRunner
     scheduler: Scheduler
     rates: EngineRates
+    eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...]
 
 
@@ -54,26 +58,23 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         folder = resolve_model(config.model, cache_dir=config.cache_dir, chat_template=config.chat_template)
         model = load_model(folder, kv_dtype=config.kv_dtype, device=config.device, exactness=config.exactness,
                            block_size=config.block_size)
-        scheme = hash_scheme(config, folder, model)
+        bundle = _read_tokenizer(config, folder)
         num_blocks = num_kv_blocks(config.kv_memory, block_bytes=model.spec.kv_bytes_per_token * config.block_size,
                                    free_bytes=free_memory_bytes(model.spec.device))
         storage = model.make_storage(num_blocks)
     except ModelError as error:
         raise EngineSetupError(str(error)) from error
-    scheduler = _make_scheduler(config, model, scheme, num_blocks)
+    scheduler = _make_scheduler(config, model, hash_scheme(config, folder, model, bundle), num_blocks)
     runner = ModelRunner(model, storage, clock)
     rates = EngineRates()
     warm_up(runner, rates, num_tokens=min(WARM_UP_PREFILL_TOKENS, scheduler.max_context - 1, config.max_batch_tokens),
             block_size=config.block_size, vocab_size=model.spec.vocab_size)
-    return EngineParts(folder, model, runner, scheduler, rates, tuple(_notes(config, model, scheduler)))
+    eos_token_ids = tuple(dict.fromkeys((*model.spec.eos_token_ids, *bundle.eos_token_ids)))
+    return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, _notes(config, model, scheduler))
 
 
-def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel) -> HashScheme:
+def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bundle: TokenizerBundle) -> HashScheme:
     """What this worker's block hashes stand for: everything that its K/V depend on."""
-    try:
-        bundle = TokenizerBundle.from_directory(folder.path, folder.chat_template)
-    except (OSError, ValueError) as error:
-        raise EngineSetupError(f"The tokenizer of {config.model} cannot be read: {error}") from error
     return HashScheme(block_size=config.block_size, seed=config.hash_seed, model=folder.name,
                       weights=folder.weights_revision, tokenizer=bundle.tokenizer_digest,
                       template=bundle.template_digest, kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
@@ -102,6 +103,13 @@ def _warm_up_step(runner: ModelRunner, start: int, num_tokens: int, block_size: 
     return outcome.forward_s + outcome.sample_s
 
 
+def _read_tokenizer(config: EngineConfig, folder: ModelFolder) -> TokenizerBundle:
+    try:
+        return TokenizerBundle.from_directory(folder.path, folder.chat_template)
+    except (OSError, ValueError) as error:
+        raise EngineSetupError(f"The tokenizer of {config.model} cannot be read: {error}") from error
+
+
 def _make_scheduler(config: EngineConfig, model: PagedModel, scheme: HashScheme, num_blocks: int) -> Scheduler:
     mode = KvCacheMode(config.kv_cache)
     model_max = model.spec.max_context
@@ -118,7 +126,7 @@ def _make_scheduler(config: EngineConfig, model: PagedModel, scheme: HashScheme,
     return scheduler
 
 
-def _notes(config: EngineConfig, model: PagedModel, scheduler: Scheduler) -> list[str]:
+def _notes(config: EngineConfig, model: PagedModel, scheduler: Scheduler) -> tuple[str, ...]:
     notes = []
     wanted = config.max_context or model.spec.max_context
     if scheduler.max_context < wanted:
@@ -128,4 +136,4 @@ def _notes(config: EngineConfig, model: PagedModel, scheduler: Scheduler) -> lis
         notes.append(f"kv_cache is {config.kv_cache}: for measuring only, prefixes are not shared.")
     if config.exactness == "strict":
         notes.append(probe_exactness(model).note)
-    return notes
+    return tuple(notes)
