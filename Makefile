@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench soak clean
+.PHONY: install dev up demo test test-full lint bench clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -47,7 +47,7 @@ lint: dev
 	$(PY) -m mypy
 
 bench: dev
-	$(PY) -m loadtests.bench $(ARGS)
+	$(PY) -m loadtests.bench.routing $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
