@@ -90,10 +90,10 @@ class PoolSchedulerMachine(RuleBasedStateMachine):
         self.step(12)
 
     @precondition(lambda self: self.pair.live)
-    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
-    def abort_within_a_step(self, data: st.DataObject, fails: bool) -> None:
+    @rule(data=st.data(), num_failing=st.sampled_from([0, 0, 0, 1, 9]))
+    def abort_within_a_step(self, data: st.DataObject, num_failing: int) -> None:
         aborting = data.draw(st.lists(st.sampled_from(sorted(self.pair.live)), max_size=2, unique=True))
-        self.pair.step(aborting=aborting, fails=fails)
+        self.pair.step(aborting=aborting, num_failing=num_failing)
 
     @precondition(lambda self: self.pair.live)
     @rule(data=st.data())

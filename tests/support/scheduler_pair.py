@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 from tests.support.fake_runner import FakeRunner, prefix_digests, reference_output
 from tests.support.naive_pool import EventMirror, NaivePool
@@ -59,14 +60,17 @@ class SchedulerPair:
             self._take(update)
         return update
 
-    def step(self, *, aborting: Tokens[int] = (), fails: bool = False) -> StepPlan | None:
-        """Schedule, compute, abort `aborting` meanwhile, commit. With `fails` the runner dies half-way."""
+    def step(self, *, aborting: Tokens[int] = (), num_failing: int = 0) -> StepPlan | None:
+        """Schedule, compute, abort `aborting` meanwhile, commit.
+
+        With `num_failing` the runner dies half-way, and the first so many sequences of the plan are to blame.
+        """
         self.within_a_step = True
-        plan = self._step(aborting, fails)
+        plan = self._step(aborting, num_failing)
         self.within_a_step = False
         return plan
 
-    def _step(self, aborting: Tokens[int], fails: bool) -> StepPlan | None:
+    def _step(self, aborting: Tokens[int], num_failing: int) -> StepPlan | None:
         plan = self.real.schedule()
         if plan is None:
             assert self.real.idle(), "sequences are left, but nothing is planned"
@@ -75,14 +79,15 @@ class SchedulerPair:
         self._check_shares(plan)
         truth = {share.seq_id: prefix_digests(self._tokens[share.seq_id], self.live[share.seq_id].extra_keys)
                  for share in plan.sequences}
-        result = None if fails else self.runner.execute(plan, truth)
+        result = None if num_failing else self.runner.execute(plan, truth)
         assert plan == self.naive.schedule()
         for seq_id in aborting:
             self.abort(seq_id)
         if result is None:
             self.runner.break_down(plan)
-            updates = self.real.fail_step(plan)
-            assert updates == self.naive.fail_step(plan)
+            to_blame = replace(plan, sequences=plan.sequences[:num_failing])
+            updates = self.real.fail_step(to_blame)
+            assert updates == self.naive.fail_step(to_blame)
         else:
             updates = self.real.commit(result)
             assert updates == self.naive.commit(result)
@@ -105,6 +110,8 @@ class SchedulerPair:
             theirs.num_free, theirs.num_idle, theirs.num_referenced, theirs.num_sealed)
         assert ours.num_free + ours.num_idle + ours.num_referenced == ours.num_blocks
         assert self.real.counters == self.naive.counters
+        limit = self.real.config.max_preemptions
+        assert all(sequence.num_preemptions <= limit for sequence in self.live.values())
 
     def drain(self, max_steps: int = 5000) -> None:
         """Whatever happened, everybody gets to the end and the pool gets all its blocks back."""

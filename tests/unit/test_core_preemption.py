@@ -123,6 +123,20 @@ def test_preemptions_per_sequence_are_bounded_and_all_come_to_an_end() -> None:
         assert max(sequence.num_preemptions for sequence in sequences) <= limit
 
 
+def test_who_was_preempted_often_enough_owns_its_blocks_for_good() -> None:
+    """The second comes back with all 8 blocks it can ever need; the first, though ahead of it, gives way then."""
+    scheduler = make_scheduler(12, 4, max_preemptions=1, watermark=0.0)
+    scheduler.submit(make_sequence(0, [0] * 20, 28, priority=-1))
+    scheduler.submit(make_sequence(1, [1] * 8, 24))
+    scheduler.submit(make_sequence(2, [2] * 8, 24))
+    assert [preemption.seq_id for preemption in run_to_preemption(scheduler).preemptions] == [2]
+    scheduler.abort(0)
+    assert list(shares(step(scheduler))) == [1, 2]
+    assert [(p.seq_id, p.for_seq_id) for p in run_to_preemption(scheduler).preemptions] == [(1, 1)]
+    assert scheduler.num_running == 1
+    drive(scheduler)
+
+
 def test_two_that_cannot_both_fit_do_not_thrash() -> None:
     scheduler = make_scheduler(4, 4, watermark=0.0)
     for seq_id in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.core_builders import (
@@ -365,6 +367,20 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     assert scheduler.pool.matchable(contents([*range(100, 140)])).block_ids == ()
     drive(scheduler)
     assert scheduler.counters.steps > 1
+
+
+def test_a_failure_with_a_culprit_costs_the_others_one_step() -> None:
+    scheduler = make_scheduler(20)
+    for seq_id in range(3):
+        scheduler.submit(make_sequence(seq_id, range(seq_id * 100, seq_id * 100 + 20), 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.abort(2)
+    assert scheduler.fail_step(replace(plan, sequences=plan.sequences[:1])) == [
+        SequenceUpdate(0, finish_reason=FinishReason.ERROR), SequenceUpdate(2, finish_reason=FinishReason.ABORT)]
+    scheduler.check_invariants()
+    assert shares(step(scheduler)) == {1: (0, 20)}
+    drive(scheduler)
 
 
 def test_one_step_is_in_flight_at_a_time() -> None:

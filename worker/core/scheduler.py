@@ -124,16 +124,22 @@ class Scheduler:
         return updates
 
     def fail_step(self, plan: StepPlan) -> list[SequenceUpdate]:
-        """The runner raised. Every sequence of the plan ends with "error" ("abort" if it was aborted meanwhile).
+        """The runner raised. Every sequence of `plan` ends with "error" ("abort" if it was aborted meanwhile).
 
-        They are not retried: one of them may be the cause, and would fail every step to come. Nothing the step may
-        have half written is published; what earlier steps sealed was never written to and stays cached.
+        They are not retried: one of them may be the cause, and would fail every step to come. A caller that knows
+        whose fault it was passes the plan narrowed to those: the others only lose this step and compute it again.
+        Nothing the step may have half written is published; what earlier steps sealed was never written to.
         """
-        self._land(plan.step_id)
+        planned = self._land(plan.step_id)
         self.counters.failed_steps += 1
-        return [self._end(self._running[share.seq_id],
-                          FinishReason.ABORT if share.seq_id in self._aborting else FinishReason.ERROR)
-                for share in plan.sequences]
+        failed = {share.seq_id for share in plan.sequences}
+        updates = []
+        for share in planned.sequences:
+            if share.seq_id in self._aborting:
+                updates.append(self._end(self._running[share.seq_id], FinishReason.ABORT))
+            elif share.seq_id in failed:
+                updates.append(self._end(self._running[share.seq_id], FinishReason.ERROR))
+        return updates
 
     def reset_cache(self) -> None:
         """Forget every cached block that no running sequence holds."""
