@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.core_builders import drive, finish, make_scheduler, make_sequence, shares, step
 from worker.core.batch import Preemption, StepPlan
-from worker.core.scheduler import Scheduler
+from worker.core.scheduler import KvCacheMode, Scheduler
 
 
 def run_to_preemption(scheduler: Scheduler) -> StepPlan:
@@ -73,6 +73,18 @@ def test_one_never_preempts_somebody_ahead_of_itself() -> None:
     step(scheduler)
     (preemption,) = step(scheduler).preemptions
     assert (preemption.seq_id, preemption.for_seq_id) == (2, 2)
+    drive(scheduler)
+
+
+def test_who_has_a_share_in_the_step_is_safe_in_it() -> None:
+    """With the cache off a sequence may need a block after a less urgent one got its share."""
+    scheduler = make_scheduler(3, 4, kv_cache=KvCacheMode.OFF, max_batch_tokens=11, watermark=0.0)
+    scheduler.submit(make_sequence(1, [1] * 4, 8))
+    scheduler.submit(make_sequence(2, [2] * 8, 4))
+    assert shares(step(scheduler)) == {1: (0, 4), 2: (0, 7)}
+    plan = step(scheduler)
+    assert shares(plan) == {2: (7, 1)}
+    assert [(preemption.seq_id, preemption.for_seq_id) for preemption in plan.preemptions] == [(1, 1)]
     drive(scheduler)
 
 

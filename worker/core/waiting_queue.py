@@ -2,7 +2,7 @@
 
 Owns that order and its bound: the smaller priority number first, then first come first served. A preempted sequence
 returns to the place its arrival gives it, ahead of those that came later; it was admitted once, so the bound does not
-count against it.
+count against it. Priority is strict: a steady stream of urgent sequences keeps the others waiting.
 """
 
 from __future__ import annotations
