@@ -93,7 +93,7 @@ async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
     runner = web.AppRunner(build_app(shell), handler_cancellation=True, access_log=None,
                            shutdown_timeout=LAST_BYTES_S)
     try:
-        await _listen(runner, config)
+        shell.port = await _listen(runner, config)
         await engine.start(engine_settings, shell.on_report)
         return await _until_stopped(shell, stop)
     finally:
@@ -144,7 +144,8 @@ def _bind_events(config: WorkerConfig) -> EventsPublisher:
         raise UsageError(str(error)) from None
 
 
-async def _listen(runner: web.AppRunner, config: WorkerConfig) -> None:
+async def _listen(runner: web.AppRunner, config: WorkerConfig) -> int:
+    """Bind, and return the port. UsageError when it is taken."""
     await runner.setup()
     site = web.TCPSite(runner, config.host, config.port, backlog=LISTEN_BACKLOG)
     try:
@@ -152,7 +153,9 @@ async def _listen(runner: web.AppRunner, config: WorkerConfig) -> None:
     except OSError as error:
         raise UsageError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
                          "stop what uses it or choose another --host or --port.") from None
-    _log.info("listening", addresses=[f"{host}:{port}" for host, port, *_ in runner.addresses])
+    port = int(runner.addresses[0][1])
+    _log.info("listening", host=config.host, port=port)
+    return port
 
 
 def _complain(line: str, exit_code: int) -> int:

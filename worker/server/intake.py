@@ -23,11 +23,14 @@ from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 from worker.protocol.internal_request import WORKER_TOKEN_HEADER, decode_internal, is_internal
+from worker.protocol.logs import get_logger
 from worker.server.error_middleware import body_too_large
 from worker.server.shell import Serving, Shell
 
 SEED_BITS = 63
+UNKNOWN_FIELDS_LOGGED_MAX = 16
 
+_log = get_logger("worker.server.intake")
 Body = ChatRequest | CompletionRequest
 
 
@@ -81,6 +84,8 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         body, prompts, tokenize_s = await shell.prompt_threads.run(
             len(raw), lambda: _read_direct(raw, serving, route))
         extra_keys = _body_salt(body)
+    if body.unknown:
+        _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
     return Admission(body, prompts, _max_new_tokens(body, prompts, serving.ready, route), _with_seed(body),

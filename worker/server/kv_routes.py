@@ -18,7 +18,7 @@ from worker.prompt.json_body import decode_body
 from worker.protocol.cache_events import SnapshotHeader, encode_snapshot_block, encode_snapshot_header
 from worker.server.intake import has_worker_token, read_body
 from worker.server.model_routes import json_response
-from worker.server.shell import Shell, shell_of
+from worker.server.shell import Phase, Shell, shell_of
 
 SNAPSHOT_BLOCKS_PER_WRITE = 256
 ABORT_BODY_BYTES_MAX = 4096
@@ -51,6 +51,7 @@ async def kv_state(request: web.Request) -> web.Response:
         "exactness": ready.exactness,
         "kv_cache": shell.config.kv_cache,
         "kv_dtype": ready.kv_dtype,
+        "draining": shell.phase is Phase.DRAINING,
         "events": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint,
                    "topic": publisher.topic},
         **_pool(stats, shell),

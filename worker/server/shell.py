@@ -65,6 +65,7 @@ class Shell:
         self.prompt_threads = PromptThreads()
         self.requests = RequestTable(self._on_released)
         self.phase = Phase.LOADING
+        self.port = config.port       # the one bound, once known: a configured 0 means any
         self.serving: Serving | None = None
         self.failure: EngineFailed | None = None
         self.failed = asyncio.Event()
@@ -177,7 +178,7 @@ class Shell:
             self.fail(EngineFailed(f"The tokenizer of {ready.model} cannot be read: {error}", users_fault=True))
             return
         self.metrics.observe_ready(ready, self.stats)
-        self.publisher.open(topic=f"kv@{self.config.host}:{self.config.port}@{ready.model}")
+        self.publisher.open(topic=f"kv@{self.config.host}:{self.port}@{ready.model}")
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
         _log.info("ready", model=ready.model, max_context=ready.max_context, num_blocks=ready.num_blocks,
