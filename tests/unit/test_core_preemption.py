@@ -76,6 +76,18 @@ def test_one_never_preempts_somebody_ahead_of_itself() -> None:
     drive(scheduler)
 
 
+def test_a_decode_never_takes_the_blocks_of_a_more_urgent_prefill() -> None:
+    """The decode comes first in the step, but not in rank."""
+    scheduler = make_scheduler(8, 4, max_batch_tokens=5, watermark=0.0)
+    scheduler.submit(make_sequence(2, [2] * 4, 12, priority=5))
+    step(scheduler)
+    scheduler.submit(make_sequence(1, range(100, 124), 4))
+    plan = run_to_preemption(scheduler)
+    assert [(preemption.seq_id, preemption.for_seq_id) for preemption in plan.preemptions] == [(2, 2)]
+    assert shares(plan) == {1: (16, 5)}
+    drive(scheduler)
+
+
 def test_who_has_a_share_in_the_step_is_safe_in_it() -> None:
     """With the cache off a sequence may need a block after a less urgent one got its share."""
     scheduler = make_scheduler(3, 4, kv_cache=KvCacheMode.OFF, max_batch_tokens=11, watermark=0.0)
