@@ -82,11 +82,11 @@ class Gateway:
         _log.info("gateway_started", host=self.config.host, port=self.port, ops_port=self.config.ops_port,
                   policy=self.config.policy, workers=[endpoint.worker.url for endpoint in self.state.table])
 
-    async def drain(self, hurry: asyncio.Event) -> None:
-        """Stop being ready, keep accepting for a while, then finish what runs. `hurry` cuts every wait short."""
+    async def drain(self, hurry: asyncio.Event, *, delay_s: float) -> None:
+        """Stop being ready, keep accepting for `delay_s`, then finish what runs. `hurry` cuts every wait short."""
         self._readiness.closing = True
         _log.info("gateway_draining", inflight=self._generate.num_inflight, drain_s=self.config.drain_s)
-        await _wait_or_hurry(hurry, self.config.drain_delay_s)
+        await _wait_or_hurry(hurry, delay_s)
         for site in self._sites:
             await site.stop()
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
@@ -142,7 +142,8 @@ class Gateway:
         try:
             await site.start()
         except OSError as error:
-            raise StartError(f"cannot listen on {self.config.host}:{port} ({os.strerror(error.errno) if error.errno else error}); "
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise StartError(f"cannot listen on {self.config.host}:{port} ({why}); "
                              "choose another --host or --port, or stop what uses it") from error
         self._sites.append(site)
         return int(runner.addresses[0][1])
@@ -159,24 +160,31 @@ def run(config: GatewayConfig) -> int:
 
 
 async def _serve(config: GatewayConfig) -> int:
-    gateway = Gateway(config)
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, hurry)
+    gateway, signals = Gateway(config), _Signals()
     try:
         await gateway.start()
-        await stop.wait()
-        await gateway.drain(hurry)
+        await signals.first.wait()
+        # The delay is for load balancers to notice; a person at the terminal has noticed already.
+        await gateway.drain(signals.second, delay_s=0.0 if signals.interrupted else config.drain_delay_s)
     finally:
         await gateway.aclose()
     return EXIT_OK
 
 
-def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
-    """The first signal drains; the second means now."""
-    if stop.is_set():
-        hurry.set()
-    stop.set()
+class _Signals:
+    """The first SIGTERM or SIGINT drains; the second means now."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.interrupted = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived, number)
+
+    def _arrived(self, number: int) -> None:
+        if self.first.is_set():
+            self.second.set()
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        self.first.set()
 
 
 async def _wait_or_hurry(hurry: asyncio.Event, seconds: float) -> None:

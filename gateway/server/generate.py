@@ -123,6 +123,8 @@ class Generate:
             return _last_word(failure, record)
         placement = _placement(attempt)
         try:
+            if answer.response.status >= 400:
+                placement.abandon()  # refused, so nothing of it will be in that cache
             placement.first_byte()
             record.first_byte()
             record.cached_tokens = _count(answer.response.headers.get(CACHED_TOKENS_HEADER))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import stat
@@ -83,9 +82,9 @@ async def test_a_100_mb_body_without_a_length_is_refused_on_the_way() -> None:
 
 
 async def test_curls_expect_header_is_answered() -> None:
-    async with running_gateway("http://127.0.0.1:1") as gateway:
-        async with gateway.session.post(gateway.url + CHAT, data=b"{", expect100=True) as response:
-            assert response.status == 400
+    async with (running_gateway("http://127.0.0.1:1") as gateway,
+                gateway.session.post(gateway.url + CHAT, data=b"{", expect100=True) as response):
+        assert response.status == 400
 
 
 async def test_models_and_helpers() -> None:
@@ -196,12 +195,12 @@ async def test_model_names_of_clients_make_no_series() -> None:
 
 async def test_draining_finishes_streams_and_then_is_gone() -> None:
     stub = StubWorker(worker_token=WORKER_TOKEN)
-    async with running(stub), running_gateway(stub.url, drain_delay_s=0.3, drain_s=20.0) as gateway:
+    async with running(stub), running_gateway(stub.url, drain_s=20.0) as gateway:
         await gateway.until_exact()
         stub.next_behaviours.append(pause(0.8))
         streaming = asyncio.create_task(gateway.chat(stream=True))
         await gateway.until(lambda: _seen(stub, 1), "the stream runs")
-        draining = asyncio.create_task(gateway.gateway.drain(asyncio.Event()))
+        draining = asyncio.create_task(gateway.gateway.drain(asyncio.Event(), delay_s=0.3))
         await asyncio.sleep(0)
         assert (await gateway.send("GET", "/readyz")).status == 503
         late = await gateway.chat()
@@ -238,12 +237,14 @@ def test_start_error_carries_its_exit_code() -> None:
     assert StartError("x").exit_code == 1
 
 
-def test_sigterm_ends_the_process_with_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGTERM, 0.05), (signal.SIGINT, 60.0)])
+def test_a_signal_ends_the_process_with_0(number: signal.Signals, delay_s: float) -> None:
+    """Ctrl-C does not wait for load balancers to notice."""
     program = ("import sys; from gateway.config import GatewayConfig; from gateway.server.app import run; "
-               "sys.exit(run(GatewayConfig(port=0, admin_token='x', drain_delay_s=0.05, drain_s=1.0)))")
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=dict(os.environ))
+               f"sys.exit(run(GatewayConfig(port=0, admin_token='x', drain_delay_s={delay_s}, drain_s=1.0)))")
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
     assert process.stderr is not None
     assert b"gateway_started" in process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert process.wait(20) == 0
     process.stderr.close()

@@ -5,9 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+import pytest
 
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
-from tests.support.stub_worker import StubWorker, never_answer, pause, running, stream_one_then_hang
+from tests.support.stub_worker import (
+    Behaviour,
+    StubWorker,
+    close_before_first_byte,
+    never_answer,
+    pause,
+    refuse,
+    running,
+    stream_one_then_hang,
+)
 
 LONG_TEXT = "The same long beginning of a conversation, again and again. " * 8
 
@@ -28,28 +38,45 @@ async def test_the_second_request_finds_what_the_first_one_left() -> None:
             f'headstart_decisions_total{{worker="{first.headers["x-headstart-worker"]}",reason="prefix"}}') == 1
 
 
-async def test_a_bet_that_failed_is_taken_back() -> None:
+@pytest.mark.parametrize("behaviour", [close_before_first_byte, refuse(500, "x"), refuse(400, "x"), refuse(429, "x")])
+async def test_a_bet_on_a_request_that_was_not_taken_is_taken_back(behaviour: Behaviour) -> None:
     stub = StubWorker(worker_token=WORKER_TOKEN)
     async with running(stub), running_gateway(stub.url, speculative_ttl_s=60.0) as gateway:
         await gateway.until_exact()
-        stub.publishing = False
+        stub.publishing = False  # no event confirms or replaces a bet
+        stub.next_behaviours.extend([behaviour] * 3)
+        assert (await gateway.chat(LONG_TEXT)).status != 200
+        assert (await gateway.worker())["speculative_blocks"] == 0
+        stub.next_behaviours.clear()
         await gateway.chat(LONG_TEXT)
-        assert (await gateway.worker())["speculative_blocks"] > 0
+        assert (await gateway.worker())["speculative_blocks"] > 20
+
+
+async def test_a_bet_bridges_the_time_until_the_events_and_then_expires() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, speculative_ttl_s=0.5) as gateway:
         await gateway.until_exact()
-        explained = await gateway.send("POST", "/admin/explain", headers={"Authorization": "Bearer admin"},
-                                       payload={"model": "stub", "messages": [{"role": "user", "content": "x"}]})
-        assert explained.status == 200
+        stub.publishing = False
+        matched = [int((await gateway.chat(LONG_TEXT)).headers["x-headstart-matched-tokens"]) for _ in range(2)]
+        assert matched[0] == 0 < matched[1]
+        await gateway.until(lambda: _no_bets(gateway), "the bets expire")
+        assert int((await gateway.chat(LONG_TEXT)).headers["x-headstart-matched-tokens"]) == 0
+        # A bet may fail without being wrong: anything from the confirmed to the predicted match is no error.
+        assert await gateway.metric('headstart_hit_error_tokens_count{direction="over"}') == 0
 
-        async def died() -> bool:
-            return bool((await gateway.worker())["state"] == "unready")
 
-        other_text = "Another text that no worker will ever get to compute. " * 6
-        before = (await gateway.worker())["speculative_blocks"]
-        await stub.stop()
-        assert (await gateway.chat(other_text)).status in (502, 503)
-        await gateway.until(died, "the worker is gone")
-        assert (await gateway.worker())["speculative_blocks"] <= before
-        await stub.start()
+async def _no_bets(gateway: GatewayUnderTest) -> bool:
+    return bool((await gateway.worker())["speculative_blocks"] == 0)
+
+
+async def test_a_worker_that_is_alone_gets_a_second_try_after_a_reset() -> None:
+    """A pooled connection that the worker was just closing looks like this."""
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        stub.next_behaviours.append(close_before_first_byte)
+        assert (await gateway.chat()).status == 200
+        assert len(stub.seen) == 2
 
 
 async def test_a_client_that_leaves_before_the_first_byte_frees_the_worker() -> None:

@@ -1,4 +1,4 @@
-"""What the gateway believes about its workers' caches while events get lost, doubled, torn, and workers come and go."""
+"""What the gateway believes of its workers' caches while events get lost, doubled, torn, and workers come and go."""
 
 from __future__ import annotations
 

@@ -44,9 +44,11 @@ def _worker(spec: WorkerSpec) -> DiscoveredWorker:
     parts = urlsplit(spec.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise DiscoveryError(f"worker URL {spec.url!r} should look like http://HOST:PORT")
+    if parts.username is not None or parts.password is not None:
+        raise DiscoveryError(f"worker {parts.hostname}: its URL would show a password; use api_key instead")
     try:
         context = ssl.create_default_context(cafile=spec.ca_file) if spec.ca_file is not None else None
     except OSError as error:  # ssl.SSLError is one too
         raise DiscoveryError(f"worker {spec.url}: cannot use ca_file {spec.ca_file}: {error}") from error
-    return DiscoveredWorker(endpoint_id=spec.worker_id or parts.netloc.rpartition("@")[2], url=spec.url.rstrip("/"),
+    return DiscoveredWorker(endpoint_id=spec.worker_id or parts.netloc, url=spec.url.rstrip("/"),
                             api_key=spec.api_key, ssl_context=context, pid=spec.pid)

@@ -1,0 +1,101 @@
+"""Token ids and hashes once per request; salts; the limit on waiting prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from gateway.server import prompt_work
+from gateway.server.prompt_work import NO_SALT, PromptWork, cache_salt_of
+from gateway.server.request_record import RequestRecord
+from tests.support.stub_worker import BLOCK_SIZE, byte_bundle
+from worker.prompt.renderer import PromptRenderer
+from worker.prompt.requests import parse_chat, parse_completion
+from worker.protocol.api_error import ApiError
+from worker.protocol.block_hash import ExtraKeyKind, HashScheme, block_hashes
+
+
+def scheme(exactness: str = "fast") -> HashScheme:
+    return HashScheme(block_size=BLOCK_SIZE, seed=b"", model="m", weights="w", tokenizer="t", template="c",
+                      kv_dtype="float32", exactness=exactness)
+
+
+def test_a_salt_is_keyed_by_the_deployments_secret() -> None:
+    a, same, other_body, other_secret = (cache_salt_of(*args) for args in (
+        ("s", "secret"), ("s", "secret"), ("t", "secret"), ("s", "terces")))
+    assert a == same
+    assert len({a.internal, other_body.internal, other_secret.internal}) == 3
+    assert a.internal is not None
+    assert len(a.internal) == 32
+    assert a.extra_keys[0].kind == ExtraKeyKind.GATEWAY_SALT
+    assert a.extra_keys[0].value == a.internal
+    assert cache_salt_of(None, "secret") is NO_SALT
+
+
+def test_without_a_secret_the_worker_salts_and_we_only_predict_it() -> None:
+    salt = cache_salt_of("grüße", "")
+    assert salt.internal is None
+    assert salt.extra_keys[0].kind == ExtraKeyKind.BODY_SALT
+    assert salt.extra_keys[0].value == "grüße".encode()
+
+
+async def test_prompts_are_hashed_once_per_scheme_and_by_the_first() -> None:
+    work, renderer = PromptWork(), PromptRenderer(byte_bundle())
+    request = parse_completion(b'{"model":"m","prompt":["' + b"x" * 40 + b'","y"]}')
+    schemes = [scheme("fast"), scheme("strict")]
+    prepared = await work.prepare(renderer, request, num_body_bytes=0, schemes=schemes, extra_keys=())
+    assert [len(prompt) for prompt in prepared.prompts] == [40, 1]
+    assert prepared.num_tokens == 41
+    assert prepared.hashes == {one.digest(): block_hashes(prepared.prompts[0], one) for one in schemes}
+    assert all(len(hashes) == 2 for hashes in prepared.hashes.values())
+    work.close()
+
+
+async def test_long_prompts_leave_the_event_loop_and_give_the_same_ids() -> None:
+    work, renderer = PromptWork(), PromptRenderer(byte_bundle())
+    request = parse_chat(b'{"model":"m","messages":[{"role":"user","content":"hello"}]}')
+    here, there = [await work.prepare(renderer, request, num_body_bytes=size, schemes=[], extra_keys=())
+                   for size in (prompt_work.ON_LOOP_BODY_BYTES, prompt_work.ON_LOOP_BODY_BYTES + 1)]
+    assert here.prompts == there.prompts
+    threads = [await work.run(size, threading.current_thread)
+               for size in (prompt_work.ON_LOOP_BODY_BYTES, prompt_work.ON_LOOP_BODY_BYTES + 1)]
+    assert threads[0] is threading.main_thread()
+    assert threads[1].name.startswith("prompt")
+    work.close()
+
+
+async def test_the_queue_of_waiting_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_work, "MAX_WAITING_PROMPTS", 2)
+    work, gate = PromptWork(), threading.Event()
+    waiting = [asyncio.create_task(work.run(10_000, gate.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as refused:
+        await work.run(10_000, gate.wait)
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    assert "Retry-After" in refused.value.headers
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert await work.run(10_000, lambda: 7) == 7
+    work.close()
+
+
+@pytest.mark.parametrize(("confirmed", "matched", "cached", "error"), [
+    (32, 64, 32, 0), (32, 64, 48, 0), (32, 64, 64, 0), (32, 64, 16, 16), (32, 64, 80, -16), (0, 0, 0, 0),
+    (None, 64, 16, None), (32, 64, None, None),
+])
+def test_the_hit_error_is_the_distance_from_the_predicted_range(
+        confirmed: int | None, matched: int, cached: int | None, error: int | None) -> None:
+    record = RequestRecord("id", "/r", confirmed_tokens=confirmed, matched_tokens=matched, cached_tokens=cached)
+    assert record.hit_error_tokens() == error
+
+
+def test_the_log_line_has_no_empty_fields_and_milliseconds() -> None:
+    record = RequestRecord("id", "/r", model="m", status=200, outcome="ok")
+    record.stages["parse"] = 0.0015
+    fields = record.log_fields(0.25)
+    assert fields["parse_ms"] == 1.5
+    assert fields["duration_ms"] == 250.0
+    assert None not in fields.values()
+    assert "ttft_ms" not in fields
