@@ -223,7 +223,6 @@ class PrefixIndex:
         claims.references.clear()
         claims.stakes.clear()
         self._slots[claims.slot] = None
-        self._names.clear()
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,9 @@ CASES = [
          given(A, endpoint("b", running_prefill_tokens=700), matches={"b": Match(50, 0)},
                loads={"b": LoadView(0, 700, 0)}), ("b", "prefix", 800)),
     Case("a retry says so", given(A, B, matches={"b": Match(50, 0)}, excluded=frozenset("b")), ("a", "retry", 0)),
+    Case("a tie between waiting and computing: compute less", given(
+        B, A, expected_output_tokens=76, matches={"a": Match(0, 100)}, loads={"a": LoadView(1, 1600, 0)}),
+        ("a", "prefix", 1599)),
     Case("no hash for this prompt", given(A, B, matches=None, loads={"a": LoadView(1, 0, 0)}), ("b", "degraded", 0)),
     Case("an engine whose cache we cannot see", given(endpoint("a", knowledge=Knowledge.NONE)), ("a", "degraded", 0)),
     Case("the session tips a tie", given(A, B, session_endpoint_id="b"), ("b", "session", 0)),

@@ -132,14 +132,15 @@ class TestStore:
         index.store("b", CHAIN[:3])
         assert index.match(CHAIN, 0.0) == {"a": Match(6, 0), "b": Match(6, 0)}
 
-    @pytest.mark.parametrize("colliding", [[21, 12, 23], [21, 22, 11]])
+    @pytest.mark.parametrize("colliding", [[21, 12, 23], [21, 22, 11], [11, 13, 14], [12, 13]])
     def test_a_hash_known_under_another_parent_ends_the_store(self, index: PrefixIndex, colliding: list[int]) -> None:
         index.store("a", CHAIN)
         num_stored = index.store("b", colliding)
         assert num_stored < len(colliding)
         assert index.num_refused_blocks == len(colliding) - num_stored
         index.check_invariants()
-        assert index.match(CHAIN, 0.0) == {"a": Match(6, 0)}
+        assert index.match(CHAIN, 0.0)["a"] == Match(6, 0)
+        assert sum(index.match(colliding, 0.0).get("b", ())) == num_stored == index.num_blocks("b")
 
     def test_a_chain_that_repeats_a_hash_ends_there(self, index: PrefixIndex) -> None:
         assert index.store("a", [1, 2, 1, 3]) == 2
@@ -200,7 +201,16 @@ class TestSpeculation:
         assert index.match(CHAIN, 0.0) == {}
         index.check_invariants()
 
-    def test_an_old_bet_does_not_touch_blocks_that_took_its_place(self, index: PrefixIndex) -> None:
+    def test_an_old_bet_does_not_touch_bets_on_blocks_that_took_its_place(self, index: PrefixIndex) -> None:
+        old = index.speculate("a", CHAIN, 5.0)
+        index.store("a", CHAIN)
+        index.remove("a", CHAIN)
+        index.speculate("a", [41, 42, 43], 5.0)
+        index.withdraw(old)
+        assert index.match([41, 42, 43], 0.0) == {"a": Match(0, 3)}
+        index.check_invariants()
+
+    def test_an_old_bet_does_not_touch_blocks_of_a_new_life(self, index: PrefixIndex) -> None:
         old = index.speculate("a", CHAIN, 5.0)
         index.purge("a")
         index.store("b", [31, 32, 33])
