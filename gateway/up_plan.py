@@ -74,13 +74,12 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> UpPlan:
     given = {name: value for name, value in vars(options).items() if value is not None}
     num_workers, problems = _number_of_workers(given.pop("num_workers"))
     print_config = given.pop("print_config")
-    for name in ("gateway", "worker"):
-        if (path := given.pop(f"{name}_config", None)) is not None:
-            environ = {**environ, f"HEADSTART_{name.upper()}_CONFIG": path}
-    worker_flags = [*_as_flags({name: given[name] for name in _FOR_BOTH if name in given}), *for_worker]
+    gateway_file, worker_file = ([f"--config={path}"] if (path := given.pop(name, None)) else []
+                                 for name in ("gateway_config", "worker_config"))
+    worker_flags = [*_as_flags({name: given[name] for name in _FOR_BOTH if name in given}), *worker_file, *for_worker]
     problems += [f"{flag}: `up` chooses it for each worker; leave it out" for flag in for_worker
                  if flag.partition("=")[0] in (*_NOT_FOR_WORKERS, "--config")]
-    gateway = _gateway_outcome(given, environ, problems)
+    gateway = _gateway_outcome(given, gateway_file, environ, problems)
     worker = _worker_outcome(worker_flags, environ, problems)
     if problems or gateway is None or worker is None:
         exit_with_problems(PROG, list(dict.fromkeys(problems)))
@@ -91,7 +90,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> UpPlan:
         shown = "\n".join(f"# {key} = {value!r}" for key, value in worker.items())
         sys.stdout.write(f"# the gateway:\n{render_settings(gateway)}\n# each worker:\n{shown}\n")
         raise SystemExit(EXIT_OK)
-    return UpPlan(num_workers, gateway, worker, _as_flags(given), tuple(worker_flags))
+    return UpPlan(num_workers, gateway, worker, (*_as_flags(given), *gateway_file), tuple(worker_flags))
 
 
 def child_specs(plan: UpPlan, admin_token: str, environ: Mapping[str, str]) -> list[ChildSpec]:
@@ -99,8 +98,9 @@ def child_specs(plan: UpPlan, admin_token: str, environ: Mapping[str, str]) -> l
     token = environ.get("HEADSTART_WORKER_TOKEN") or plan.gateway.worker_token or _secret()
     shared = {**environ, "HEADSTART_WORKER_TOKEN": token, "PYTHONUNBUFFERED": "1"}
     shared.pop("HEADSTART_ADMIN_TOKEN", None)  # the workers have no use for it
-    of_worker = {**shared, "HEADSTART_HASH_SEED": environ.get("HEADSTART_HASH_SEED") or _secret(),
-                 "OMP_NUM_THREADS": str(plan.worker["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
+    of_worker = {**shared, "OMP_NUM_THREADS": str(plan.worker["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
+    if not plan.worker.get("hash_seed"):  # masked, but there, when environment or file set one
+        of_worker["HEADSTART_HASH_SEED"] = _secret()
     ports = free_ports(plan.num_workers)
     urls = [f"--worker=http://127.0.0.1:{port}" for port in ports]
     gateway = ChildSpec("gateway", (*_python(), "gateway", *plan.gateway_flags, *urls),
@@ -161,9 +161,9 @@ def _number_of_workers(text: str) -> tuple[int, list[str]]:
     return 1, [f"--workers: should be a number from 1 to {WORKERS_MAX}, got {text!r}"]
 
 
-def _gateway_outcome(flags: Mapping[str, Any], environ: Mapping[str, str],
+def _gateway_outcome(flags: Mapping[str, Any], file: Sequence[str], environ: Mapping[str, str],
                      problems: list[str]) -> GatewayConfig | None:
-    path = environ.get("HEADSTART_GATEWAY_CONFIG")
+    path = file[0].partition("=")[2] if file else environ.get("HEADSTART_GATEWAY_CONFIG")
     try:
         return load_settings(GatewayConfig, flags=flags, environ=environ, env_prefix="HEADSTART_GATEWAY_",
                              toml_path=Path(path) if path else None)

@@ -155,11 +155,25 @@ def test_children_share_secrets_through_their_environment_alone() -> None:
 
 def test_given_secrets_are_kept() -> None:
     environ = {"HEADSTART_WORKER_TOKEN": "t", "HEADSTART_HASH_SEED": "aa", "HEADSTART_ADMIN_TOKEN": "x"}
+    environ["PATH"] = os.environ["PATH"]
     given = read_plan([], environ)
     assert given.gateway.admin_token == "x"
     for spec in child_specs(given, "x", environ):
         assert spec.environ["HEADSTART_WORKER_TOKEN"] == "t"
         assert spec.environ["HEADSTART_HASH_SEED"] == "aa"
+
+
+def test_files_reach_the_children_and_a_seed_in_one_is_kept(tmp_path: Path) -> None:
+    of_gateway, of_worker = tmp_path / "gateway.toml", tmp_path / "worker.toml"
+    of_gateway.write_text('port = 9123\nworker_token = "from-file"')
+    of_worker.write_text('hash_seed = "abcd"\nmodel = "m"')
+    given = plan("--gateway-config", str(of_gateway), "--worker-config", str(of_worker))
+    assert (given.url, given.model) == ("http://127.0.0.1:9123", "m")
+    gateway, *workers = child_specs(given, "a", {})
+    assert f"--config={of_gateway}" in gateway.argv
+    assert all(f"--config={of_worker}" in spec.argv for spec in workers)
+    assert all("HEADSTART_HASH_SEED" not in spec.environ for spec in workers)
+    assert {spec.environ["HEADSTART_WORKER_TOKEN"] for spec in (gateway, *workers)} == {"from-file"}
 
 
 def test_the_gateways_workers_are_urls_it_accepts() -> None:
