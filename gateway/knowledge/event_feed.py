@@ -17,8 +17,9 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from urllib.parse import urlsplit
 
-import zmq
 from zmq.asyncio import Context, Socket
+from zmq.constants import Event, Flag, SocketOption, SocketType
+from zmq.error import Again
 from zmq.utils.monitor import parse_monitor_message
 
 from gateway.knowledge.endpoint_table import FeedStatus
@@ -52,7 +53,7 @@ BATCHES_PER_TURN = 32
 RECEIVE_HIGH_WATER_MARK = 100_000
 FIRST_RETRY_S = 0.2
 MAX_RETRY_S = 5.0
-_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_WATCHED = Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED
 _log = get_logger(__name__)
 
 
@@ -63,7 +64,7 @@ class FeedBroken(Exception):
 class EventFeed:
     """Follows one epoch's event sockets until cancelled. `worker_url` gives the host where a socket says 0.0.0.0."""
 
-    def __init__(self, worker: HeadstartWorker, sockets: EventSockets, scheme: HashScheme, writer: IndexWriter,
+    def __init__(self, worker: HeadstartWorker, sockets: EventSockets, *, scheme: HashScheme, writer: IndexWriter,
                  status: FeedStatus) -> None:
         self._worker = worker
         self._endpoint_id = worker.worker.endpoint_id
@@ -93,9 +94,9 @@ class EventFeed:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _follow(self, context: Context) -> None:
-        with _socket(context, zmq.SUB) as live:
-            live.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-            live.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
+        with _socket(context, SocketType.SUB) as live:
+            live.setsockopt(SocketOption.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+            live.setsockopt(SocketOption.SUBSCRIBE, self._topic.encode())
             monitor = live.get_monitor_socket(_WATCHED)
             try:
                 live.connect(self._live_address)
@@ -108,7 +109,7 @@ class EventFeed:
     async def _await_handshake(self, monitor: Socket) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                while await _next_event(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                while await _next_event(monitor) != Event.HANDSHAKE_SUCCEEDED:
                     pass
         except TimeoutError as late:
             raise FeedBroken(f"no event socket answers at {self._live_address}; "
@@ -195,7 +196,7 @@ class EventFeed:
         self._status.detail = ""
 
     async def _replayed(self, context: Context, start_seq: int) -> AsyncIterator[tuple[int, bytes]]:
-        with _socket(context, zmq.DEALER) as dealer:
+        with _socket(context, SocketType.DEALER) as dealer:
             dealer.connect(self._replay_address)
             await dealer.send_multipart(encode_replay_request(start_seq))
             for _ in range(MAX_REPLAY_BATCHES):
@@ -240,10 +241,10 @@ def reachable_address(address: str, worker_url: str) -> str:
 
 
 @contextlib.contextmanager
-def _socket(context: Context, kind: int) -> Iterator[Socket]:
+def _socket(context: Context, kind: SocketType) -> Iterator[Socket]:
     socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(SocketOption.LINGER, 0)
+    socket.setsockopt(SocketOption.IPV6, 1)
     try:
         yield socket
     finally:
@@ -266,9 +267,9 @@ async def _first_of(*watchers: Coroutine[None, None, None]) -> None:
 async def _receive_some(live: Socket) -> list[list[bytes]]:
     """At least one message, and up to BATCHES_PER_TURN of those that are there already."""
     messages = [await live.recv_multipart()]
-    with contextlib.suppress(zmq.Again):
+    with contextlib.suppress(Again):
         while len(messages) < BATCHES_PER_TURN:
-            messages.append(await live.recv_multipart(zmq.NOBLOCK))
+            messages.append(await live.recv_multipart(Flag.DONTWAIT))
     return messages
 
 
@@ -277,7 +278,7 @@ async def _next_event(monitor: Socket) -> int:
 
 
 async def _await_disconnect(monitor: Socket) -> None:
-    while await _next_event(monitor) != zmq.EVENT_DISCONNECTED:
+    while await _next_event(monitor) != Event.DISCONNECTED:
         pass
     raise FeedBroken("the worker closed its event socket")
 

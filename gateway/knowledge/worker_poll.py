@@ -167,7 +167,8 @@ class WorkerPoll:
         sockets = endpoint.report.events
         if sockets is None:
             return
-        feed = EventFeed(self._adapters[endpoint.endpoint_id], sockets, scheme, self._writer, endpoint.feed)
+        feed = EventFeed(self._adapters[endpoint.endpoint_id], sockets, scheme=scheme, writer=self._writer,
+                         status=endpoint.feed)
         self._feeds[endpoint.endpoint_id] = asyncio.create_task(feed.run(self._context),
                                                                 name=f"feed-{endpoint.endpoint_id}")
 

@@ -46,7 +46,7 @@ class RoutedPrompt:
 class Placement:
     """A booked worker. Every way out ends in release() or abandon(), and both may be called again."""
 
-    def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking,
+    def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
                  withdraw: Callable[[], None], upstream_request: UpstreamRequest) -> None:
         self.endpoint = endpoint
         self.decision = decision
@@ -119,13 +119,14 @@ class Dispatcher:
         """Put the request on the chosen worker's account and bet that its blocks will be in that cache."""
         endpoint = self._table.get(decision.endpoint_id)
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
+        upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
         others = prompt.prepared.num_tokens - prompt.num_prompt_tokens
         booking = self._ledger.book(decision.endpoint_id, decision.epoch,
                                     prefill_tokens=decision.uncached_tokens + others,
                                     context_tokens=prompt.prepared.num_tokens)
         bet = self._bet(endpoint, prompt.prepared)
-        return Placement(endpoint, decision, booking, lambda: self._index.withdraw(bet) if bet else None,
-                         address(endpoint))
+        return Placement(endpoint, decision, booking, upstream_request=upstream_request,
+                         withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt) -> Speculation | None:
         report = endpoint.report
