@@ -22,6 +22,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from gateway.routing.block_tree import ROOT, BlockTree
+from gateway.routing.claims import Claims, Speculation
+
+__all__ = ["NO_MATCH", "Match", "PrefixIndex", "Speculation"]
 
 # Measured with tracemalloc on CPython 3.11 (tests/unit/test_routing_prefix_index.py holds them to it). Tables double,
 # so the true figure swings around these.
@@ -49,54 +52,6 @@ class Match(NamedTuple):
 NO_MATCH = Match(0, 0)
 
 
-class _Claims:
-    """What one endpoint claims. Of its two mask bits, `confirmed_bit` wants confirmed claims all the way down a
-    chain, `any_bit` is content with either kind. No block is in both dicts."""
-
-    __slots__ = ("any_bit", "confirmed_bit", "endpoint_id", "references", "slot", "stakes")
-
-    def __init__(self, endpoint_id: str, slot: int) -> None:
-        self.endpoint_id = endpoint_id
-        self.slot = slot
-        self.confirmed_bit = 1 << 2 * slot
-        self.any_bit = 2 << 2 * slot
-        self.references: dict[int, int] = {}  # block -> counts, 16 bits for each lane
-        self.stakes: dict[int, tuple[int, ...]] = {}  # block -> serials of the speculations that bet on it
-
-    @property
-    def bits(self) -> int:
-        return self.confirmed_bit | self.any_bit
-
-    def bits_of(self, block: int) -> int:
-        if block in self.references:
-            return self.bits
-        return self.any_bit if block in self.stakes else 0
-
-
-class Speculation:
-    """The bet of one booking. Give it to withdraw() when the request failed before its first byte."""
-
-    __slots__ = ("_blocks", "_claims", "expires_at", "serial")
-
-    def __init__(self, claims: _Claims, blocks: list[int], expires_at: float, serial: int) -> None:
-        self._claims = claims
-        self._blocks = blocks
-        self.expires_at = expires_at
-        self.serial = serial
-
-    @property
-    def endpoint_id(self) -> str:
-        return self._claims.endpoint_id
-
-    def take(self) -> tuple[_Claims, list[int]]:
-        """Whose claims and which blocks, first to last; the second time there are none."""
-        blocks, self._blocks = self._blocks, []
-        return self._claims, blocks
-
-    def __lt__(self, other: Speculation) -> bool:
-        return (self.expires_at, self.serial) < (other.expires_at, other.serial)
-
-
 class PrefixIndex:
     """One writer (the event loop). Instants are seconds of any one monotonic clock."""
 
@@ -105,8 +60,8 @@ class PrefixIndex:
         self.num_evicted_blocks = 0
         self.num_refused_blocks = 0  # no known parent, or a collision
         self._tree = BlockTree()
-        self._claims: dict[str, _Claims] = {}
-        self._slots: list[_Claims | None] = []
+        self._claims: dict[str, Claims] = {}
+        self._slots: list[Claims | None] = []
         self._num_claims = 0
         self._lane_shift: dict[tuple[str, int], int] = {}
         self._pending: list[Speculation] = []  # heap by expiry
@@ -294,11 +249,11 @@ class PrefixIndex:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _claims_of(self, endpoint_id: str) -> _Claims:
+    def _claims_of(self, endpoint_id: str) -> Claims:
         claims = self._claims.get(endpoint_id)
         if claims is None:
             slot = self._slots.index(None) if None in self._slots else len(self._slots)
-            claims = self._claims[endpoint_id] = _Claims(endpoint_id, slot)
+            claims = self._claims[endpoint_id] = Claims(endpoint_id, slot)
             self._slots[slot:slot + 1] = [claims]
             self._names.clear()
         return claims
@@ -311,7 +266,7 @@ class PrefixIndex:
             shift = self._lane_shift[lane] = _LANE_BITS * min(len(self._lane_shift), LANES_MAX - 1)
         return shift
 
-    def _reference(self, claims: _Claims, blocks: list[int], shift: int) -> None:
+    def _reference(self, claims: Claims, blocks: list[int], shift: int) -> None:
         """One more reference on each of `blocks`, a chain of known blocks; the first one confirms."""
         references, stakes, num_claims, one = claims.references, claims.stakes, self._tree.num_claims, 1 << shift
         for block in blocks:
@@ -328,7 +283,7 @@ class PrefixIndex:
                 self._num_claims += 1
         self._tree.grant(blocks, claims.bits, claims.bits_of)
 
-    def _stake(self, claims: _Claims, blocks: list[int], stake: tuple[int]) -> None:
+    def _stake(self, claims: Claims, blocks: list[int], stake: tuple[int]) -> None:
         stakes, num_claims = claims.stakes, self._tree.num_claims
         for block in blocks:
             others = stakes.get(block)
@@ -359,7 +314,7 @@ class PrefixIndex:
         self.num_evicted_blocks += 1
         self._tree.demote(self._tree.discard_unclaimed(leaf))
 
-    def _confirmed_depth(self, claims: _Claims, hashes: Sequence[int]) -> int:
+    def _confirmed_depth(self, claims: Claims, hashes: Sequence[int]) -> int:
         """How far the endpoint's confirmed claims reach along the chain."""
         block_of, mask, bit = self._tree.id_of.get, self._tree.mask, claims.confirmed_bit
         return bisect_left(hashes, True, key=lambda block_hash: (block := block_of(block_hash)) is None
