@@ -66,7 +66,8 @@ class Joining:
 
     async def join(self, worker: HeadstartWorker, report: WorkerReport) -> Joined:
         """Fetch its files, compare, probe. Raises what HeadstartWorker raises."""
-        bundle = await worker.tokenizer()
+        known = self.reference(report.model)
+        bundle = await worker.tokenizer(known.bundle if known is not None else None)
         reference = await self._settle_reference(worker.worker.endpoint_id, report.model, bundle)
         probe = await self._probe(worker, reference)
         same_files = reference.agrees_with(bundle)

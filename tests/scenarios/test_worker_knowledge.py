@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from itertools import takewhile
+
+import pytest
 import zmq
 
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
-from tests.support.stub_worker import BLOCK_SIZE, OTHER_TEMPLATE, StubWorker, running
-from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, encode_live_message
+from tests.support.stub_worker import BLOCK_SIZE, OTHER_TEMPLATE, StubWorker, rest_of, running
+from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, CacheEvent, encode_live_message
 
 
 def tokens(start: int, num_blocks: int) -> list[int]:
@@ -94,6 +99,45 @@ async def test_a_batch_that_cannot_be_read_costs_a_resync_and_nothing_else() -> 
         assert (await gateway.worker())["events"]["undecodable"] == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_is_lost_or_doubled_the_index_ends_equal_to_the_worker(seed: int) -> None:
+    """Random stores, extensions, removals and clears, of which a third never arrive and a few arrive twice."""
+    chance, stub = random.Random(seed), StubWorker(worker_token=WORKER_TOKEN)
+    stub.ring_size = chance.choice([3, 20, 1000])
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        for _ in range(150):
+            await stub.publish([_random_event(chance, stub)], lose=chance.random() < 0.35,
+                               times=chance.choice([1, 1, 1, 2]))
+            if chance.random() < 0.1:
+                await asyncio.sleep(0.002)
+        await stub.publish([stub.stored(tokens(255, 1))])
+        await gateway.until(lambda: _equals(gateway, stub), "the index equals the worker's cache")
+        row = await gateway.worker()
+        assert row["knowledge"] == "exact"
+        assert row["events"]["gaps"] > 0, "nothing was lost, so nothing was tested"
+        gateway.gateway.state.index.check_invariants()
+
+
+def _random_event(chance: random.Random, stub: StubWorker) -> CacheEvent:
+    kind = chance.random()
+    leaves = set(stub.blocks) - {block.parent_block_hash for block in stub.blocks.values()}
+    if kind < 0.35 and leaves:
+        return BlockRemoved((chance.choice(sorted(leaves)),))
+    if kind < 0.37:
+        return AllBlocksCleared()
+    whole = stub.stored(tokens(chance.randrange(12) * 20, chance.randrange(1, 6)))
+    num_held = sum(1 for _ in takewhile(stub.blocks.__contains__, whole.block_hashes))
+    if num_held == len(whole.block_hashes):
+        return stub.stored(tokens(chance.randrange(10**6), 1)) if not num_held else BlockRemoved(())
+    return rest_of(whole, num_held) if num_held else whole
+
+
+async def _equals(gateway: GatewayUnderTest, stub: StubWorker) -> bool:
+    row, index = await gateway.worker(), gateway.gateway.state.index
+    return row["blocks"] == len(stub.blocks) and all(index.holds(row["id"], held) for held in stub.blocks)
+
+
 async def test_a_restarted_workers_old_blocks_are_forgotten() -> None:
     stub = StubWorker(worker_token=WORKER_TOKEN)
     await stub.start()
@@ -108,6 +152,7 @@ async def test_a_restarted_workers_old_blocks_are_forgotten() -> None:
             await gateway.until(lambda: _has_other_epoch(gateway, before["epoch"]), "the new life is noticed")
             await gateway.until_exact()
             await until_blocks(gateway, 0)
+            assert stub.num_unchanged_tokenizers == 1, "its tokenizer is not fetched a second time"
             await stub.publish([stub.stored(tokens(1, 1))])
             await until_blocks(gateway, 1)
         finally:

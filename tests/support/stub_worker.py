@@ -92,6 +92,7 @@ class StubWorker:
         self.epoch = ""
         self.publishing = True
         self.ring_size = 1000
+        self.num_unchanged_tokenizers = 0
 
     @property
     def url(self) -> str:
@@ -189,7 +190,11 @@ class StubWorker:
         return web.Response(body=b"".join(lines), content_type="application/x-ndjson")
 
     async def _tokenizer(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.bundle.to_wire(), headers={"ETag": f'"{self.bundle.digest}"'})
+        tag = f'"{self.bundle.digest}"'
+        if request.headers.get("If-None-Match") == tag:
+            self.num_unchanged_tokenizers += 1
+            return web.Response(status=304, headers={"ETag": tag})
+        return web.Response(body=self.bundle.to_wire(), headers={"ETag": tag})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         tokens = self.renderer.tokenize(parse_tokenize(await request.read()))
@@ -229,7 +234,7 @@ class StubWorker:
         seen.cached_tokens = min(len(held) * BLOCK_SIZE, len(seen.prompt) - 1)
         if self.publishing and len(held) < len(hashes):
             await self.publish([self.stored(seen.prompt, seen.extra_keys)] if not held else
-                               [_rest_of(self.stored(seen.prompt, seen.extra_keys), len(held))])
+                               [rest_of(self.stored(seen.prompt, seen.extra_keys), len(held))])
 
 
 # ---- behaviours ---------------------------------------------------------------------------------------------------
@@ -337,7 +342,8 @@ def _one_by_one(event: BlockStored) -> list[BlockStored]:
                         event.extra_keys[index:index + 1]) for index, block_hash in enumerate(event.block_hashes)]
 
 
-def _rest_of(event: BlockStored, num_held: int) -> BlockStored:
+def rest_of(event: BlockStored, num_held: int) -> BlockStored:
+    """The store without its first `num_held` (at least one) blocks."""
     return msgspec.structs.replace(event, block_hashes=event.block_hashes[num_held:],
                                    parent_block_hash=event.block_hashes[num_held - 1],
                                    token_ids=event.token_ids[num_held * BLOCK_SIZE:],

@@ -6,7 +6,7 @@ Owns: the requests and the reading of their answers. Must never: keep state abou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ REQUEST_TIMEOUT_S = 5.0
 SNAPSHOT_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
+NOT_MODIFIED = 304
 
 
 class WorkerUnreachable(Exception):
@@ -126,9 +127,12 @@ class HeadstartWorker:
         except msgspec.MsgspecError as error:
             raise WorkerNotUnderstood(f"{self.worker.url}/kv: {error}; is this a headstart worker?") from error
 
-    async def tokenizer(self) -> TokenizerBundle:
-        """GET /tokenizer."""
-        async with self._request("GET", "/tokenizer", timeout_s=SNAPSHOT_TIMEOUT_S) as response:
+    async def tokenizer(self, known: TokenizerBundle | None = None) -> TokenizerBundle:
+        """GET /tokenizer; `known` itself when the worker has the same, which is then not sent and parsed again."""
+        tags = {} if known is None else {"If-None-Match": f'"{known.digest}"'}
+        async with self._request("GET", "/tokenizer", timeout_s=SNAPSHOT_TIMEOUT_S, headers=tags) as response:
+            if response.status == NOT_MODIFIED and known is not None:
+                return known
             body = await _bounded_body(response, MAX_TOKENIZER_BYTES)
         try:
             return await asyncio.to_thread(TokenizerBundle.from_wire, body)
@@ -163,16 +167,17 @@ class HeadstartWorker:
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, *, body: bytes | None = None,
+                       headers: Mapping[str, str] | None = None,
                        timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[aiohttp.ClientResponse]:
         url = f"{self.worker.url}{path}"
-        headers = {**self._headers, "Content-Type": "application/json"} if body is not None else self._headers
+        headers = {**self._headers, **(headers or {}), **({"Content-Type": "application/json"} if body else {})}
         try:
             async with asyncio.timeout(timeout_s), self._session.request(
                     method, url, data=body, headers=headers, ssl=self.worker.ssl_context or True,
                     allow_redirects=False) as response:
                 if response.status == 503:
                     raise WorkerNotReady(_message_of(await response.content.read(MAX_ANSWER_BYTES)))
-                if response.status != 200:
+                if response.status not in (200, NOT_MODIFIED):
                     raise WorkerNotUnderstood(f"{url} answered {response.status}; is this a headstart worker?")
                 yield response
         except TimeoutError as late:
