@@ -159,6 +159,16 @@ def test_with_one_hash_for_everything_tokens_and_parent_decide(stored: list[int]
 
 
 @pytest.mark.usefixtures("constant_hash")
+def test_with_one_hash_for_everything_extra_keys_decide_too() -> None:
+    pool = make_pool(8)
+    tokens = list(range(32))
+    table = compute(pool, contents(tokens, extra_keys=SALT_A))
+    assert pool.matchable(contents(tokens, extra_keys=SALT_B)).block_ids == ()
+    assert pool.matchable(contents(tokens)).block_ids == ()
+    assert pool.match(contents(tokens, extra_keys=SALT_A)) == table
+
+
+@pytest.mark.usefixtures("constant_hash")
 def test_the_parent_is_an_identity_not_a_content() -> None:
     """Two prefixes that collide and then share a last block: tokens alone would serve the other one's."""
     pool = make_pool(8, 2)
@@ -264,6 +274,14 @@ def test_events_come_in_order_and_in_runs() -> None:
         BlockRemoved((hashes[2],)),
         BlockStored(tuple(branch_hashes[1:]), hashes[0], tuple(branch[16:]), 16),
     ]
+
+
+def test_chains_that_follow_each_other_are_events_apart() -> None:
+    pool = make_pool(6)
+    for first in (0, 100, 0):
+        compute(pool, contents([*range(first, first + 16), *[pool.num_sealed] * 16]))
+    parents = [event.parent_block_hash for event in pool.take_events() if isinstance(event, BlockStored)]
+    assert parents == [None, None, contents(list(range(16)))[0].block_hash]
 
 
 def test_removals_in_a_row_are_one_event() -> None:

@@ -59,11 +59,16 @@ def test_a_hit_leaves_at_least_one_position_to_compute(length: int, num_matched:
 def test_only_positions_lost_to_a_preemption_count_as_recomputed_and_once() -> None:
     sequence = make_sequence(1, range(50))
     assert sequence.advance(40) == 0
-    sequence.num_lost_tokens = 40
-    sequence.drop_blocks()
+    sequence.preempt()
+    assert (sequence.num_preemptions, sequence.block_table, sequence.num_computed_tokens) == (1, [], 0)
+    sequence.take_matched(range(1), 16)
+    assert sequence.advance(10) == 10
+    sequence.preempt()
     sequence.take_matched(range(1), 16)
     assert [sequence.advance(10), sequence.advance(20), sequence.advance(4)] == [10, 14, 0]
-    assert (sequence.num_recomputed_tokens, sequence.num_computed_positions) == (24, 74)
+    assert (sequence.num_recomputed_tokens, sequence.num_computed_positions) == (34, 84)
+    sequence.num_computed_tokens = 0  # what the mode without K/V does after every token
+    assert sequence.advance(50) == 0
 
 
 def test_a_chain_grows_with_its_tokens_and_knows_its_keys() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.core_builders import drive, finish, make_scheduler, make_sequence, shares, step
-from worker.core import block_content, twins
+from worker.core import block_content
+from worker.core.twins import MAX_LEADERS
 from worker.protocol.block_hash import ChainHasher, ExtraKey, ExtraKeyKind
 
 SALT = (ExtraKey(ExtraKeyKind.GATEWAY_SALT, b"a"),)
@@ -72,12 +73,16 @@ def test_another_salt_is_another_prompt() -> None:
     drive(scheduler)
 
 
-def test_a_colliding_hash_is_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def constant_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     class Constant(ChainHasher):
         def append(self, token_ids: Sequence[int]) -> list[int]:
             return [7] * len(super().append(token_ids))
 
     monkeypatch.setattr(block_content, "ChainHasher", Constant)
+
+
+def test_a_colliding_hash_is_no_twin(constant_hash: None) -> None:
     scheduler = make_scheduler(100)
     for seq_id, first in enumerate([0, 100, 0]):
         scheduler.submit(make_sequence(seq_id, range(first, first + 64)))
@@ -118,17 +123,26 @@ def test_a_twin_of_text_being_generated_waits_a_step_at_most() -> None:
     drive(scheduler)
 
 
-def test_holding_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twins.TwinGate.__init__, "__defaults__", (5,))
-    scheduler = make_scheduler(100, max_batch_tokens=6)
-    scheduler.submit(make_sequence(0, [1], 200))
+def test_equal_content_behind_another_parent_is_no_twin(constant_hash: None) -> None:
+    scheduler = make_scheduler(100, max_batch_tokens=20)
+    scheduler.submit(make_sequence(0, [8] * 16))
     step(scheduler)
-    for seq_id in (1, 2):
-        scheduler.submit(make_sequence(seq_id, range(200), 1))
-    scheduler.submit(make_sequence(3, [2], 200))
-    first_seen: dict[int, int] = {}
-    for index in range(60):
-        for seq_id in shares(step(scheduler)):
-            first_seen.setdefault(seq_id, index)
-    assert 2 in first_seen, "the leader needs about 40 steps; 5 are waited"
+    scheduler.submit(make_sequence(1, [7] * 16 + [1] * 16))
+    assert shares(step(scheduler)) == {1: (0, 20)}
+    scheduler.submit(make_sequence(2, [8] * 16 + [1] * 16))
+    assert shares(step(scheduler)) == {1: (20, 12), 2: (16, 8)}
+    drive(scheduler)
+
+
+def test_nobody_follows_one_failing_leader_after_another_for_ever() -> None:
+    scheduler = make_scheduler(100)
+    scheduler.submit(make_sequence(0, range(64), priority=1))
+    for seq_id in range(1, MAX_LEADERS + 1):
+        scheduler.submit(make_sequence(seq_id, range(64)))
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert list(shares(plan)) == [seq_id]
+        scheduler.fail_step(plan)
+    scheduler.submit(make_sequence(99, range(64)))
+    assert list(shares(step(scheduler))) == [99, 0]
     drive(scheduler)

@@ -210,12 +210,9 @@ class Scheduler:
         self._aborting.discard(sequence.seq_id)
         self._gate.forget(sequence)
         self._waiting.forget(sequence)
-        self._let_go(sequence)
-        return SequenceUpdate(sequence.seq_id, finish_reason=reason)
-
-    def _let_go(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.drop_blocks()
+        return SequenceUpdate(sequence.seq_id, finish_reason=reason)
 
     # --- the step: those that run -------------------------------------------------------------------------------
 
@@ -275,10 +272,9 @@ class Scheduler:
         num_freed = self.pool.num_held_alone(victim.block_table)
         draft.preemptions.append(Preemption(victim.seq_id, needy.seq_id, num_freed, victim.num_computed_tokens))
         self.counters.preemptions += 1
-        victim.num_preemptions += 1
-        victim.num_lost_tokens = max(victim.num_lost_tokens, victim.num_computed_tokens)
         num_sealed = victim.num_sealed_blocks
-        self._let_go(victim)
+        self.pool.release(victim.block_table)
+        victim.preempt()
         del self._running[victim.seq_id]
         self._waiting.requeue(victim)
         self._note_uncached(victim, num_sealed)

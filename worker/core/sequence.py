@@ -129,6 +129,12 @@ class Sequence:
         self.num_recomputed_tokens += num_again
         return num_again
 
+    def preempt(self) -> None:
+        """The blocks go, and with them the positions they held: computing those again counts as recomputed."""
+        self.num_preemptions += 1
+        self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
+        self.drop_blocks()
+
     def drop_blocks(self) -> None:
         """The blocks are the pool's again."""
         self.block_table = []

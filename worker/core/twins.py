@@ -1,7 +1,8 @@
 """Holds a waiting sequence back while a running one computes the very block it needs next.
 
-Owns who is held, for whom and for how long. Holding is only ever a delay: when the leader has sealed the blocks both
-need, or has left, or the bound is reached, the sequence goes ahead by itself. It never looks into the pool.
+Owns who is held, and for whom. Holding is only ever a delay: when the leader has sealed the blocks both need, or has
+left, the sequence goes on from there by itself; a leader's prefill is finite, and nobody follows more than
+MAX_LEADERS of them one after the other. It never looks into the pool.
 
 Two sequences need the same block when its content (hash, tokens, extra keys) is equal and its parent is the same
 block; the hash alone is a hint. Known approximation: the leader's speed does not matter, the follower waits for all
@@ -16,22 +17,21 @@ from dataclasses import dataclass
 
 from worker.core.sequence import Sequence
 
-# Scheduling passes that one sequence may be held in all, whatever its leaders do.
-MAX_HELD_STEPS = 1024
+# Leaders that may fail a sequence (abort, error, preemption) before it stops waiting for others.
+MAX_LEADERS = 8
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Hold:
     leader: Sequence
     until_block: int
-    num_steps: int
+    num_leaders: int
 
 
 class TwinGate:
     """Asked for each waiting sequence in each scheduling pass."""
 
-    def __init__(self, max_held_steps: int = MAX_HELD_STEPS) -> None:
-        self._max_held_steps = max_held_steps
+    def __init__(self) -> None:
         self._holds: dict[int, _Hold] = {}
         self._computing: defaultdict[int, list[Sequence]] = defaultdict(list)
 
@@ -50,12 +50,9 @@ class TwinGate:
     def still_held(self, sequence: Sequence, running: Collection[int]) -> bool:
         """Whether the leader found in an earlier pass is still at it. O(1): this is the common answer."""
         hold = self._holds.get(sequence.seq_id)
-        if hold is None or hold.num_steps >= self._max_held_steps:
+        if hold is None or hold.leader.seq_id not in running:
             return False
-        if hold.leader.seq_id not in running or hold.leader.num_sealed_blocks >= hold.until_block:
-            return False
-        hold.num_steps += 1
-        return True
+        return hold.leader.num_sealed_blocks < hold.until_block
 
     def hold(self, sequence: Sequence, matched_block_ids: tuple[int, ...]) -> int | None:
         """Hold the sequence back if a running one computes its next unmatched block.
@@ -64,11 +61,11 @@ class TwinGate:
         """
         leader = self._leader(sequence, matched_block_ids)
         earlier = self._holds.get(sequence.seq_id)
-        num_steps = 0 if earlier is None else earlier.num_steps
-        if leader is None or num_steps >= self._max_held_steps:
+        num_leaders = 1 if earlier is None else earlier.num_leaders + (earlier.leader is not leader)
+        if leader is None or num_leaders > MAX_LEADERS:
             return None
         until_block = _num_shared(sequence, leader, len(matched_block_ids))
-        self._holds[sequence.seq_id] = _Hold(leader, until_block, num_steps + 1)
+        self._holds[sequence.seq_id] = _Hold(leader, until_block, num_leaders)
         return until_block
 
     def forget(self, sequence: Sequence) -> None:
