@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from worker.engine.messages import PreemptionNote, SequenceStats, StepReport
+from worker.engine.messages import PreemptionNote, SequenceStats
 from worker.protocol.logs import get_logger
 from worker.server.generation import Generation
 
@@ -53,10 +53,9 @@ def log_preemption(note: PreemptionNote) -> None:
                  blocks=note.num_blocks, recompute_tokens=note.recompute_tokens)
 
 
-def log_evictions(report: StepReport, block_size: int) -> None:
-    """Idle cached blocks were given up in a step: who needed room, how many went, what a reuse would cost again."""
-    _log.info("evictions", for_request_id=report.evicted_for, blocks=report.evicted_blocks,
-              recompute_tokens=report.evicted_blocks * block_size)
+def log_evictions(for_request_id: str | None, num_blocks: int, block_size: int) -> None:
+    """Idle cached blocks were given up: who needed room, how many went, what their reuse would cost again."""
+    _log.info("evictions", for_request_id=for_request_id, blocks=num_blocks, recompute_tokens=num_blocks * block_size)
 
 
 def _phases_ms(stats: SequenceStats | None) -> dict[str, float]:

@@ -8,6 +8,7 @@ order, once per step, with no await between. Routes read it; only `on_report` an
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 from worker.server.events_publisher import EventsPublisher
+from worker.server.eviction_bursts import EvictionBursts
 from worker.server.generation import Generation
 from worker.server.metrics import WorkerMetrics
 from worker.server.prompt_threads import PromptThreads
@@ -64,6 +66,8 @@ class Shell:
         self.metrics = WorkerMetrics()
         self.prompt_threads = PromptThreads()
         self.requests = RequestTable(self._on_released)
+        self._evictions = EvictionBursts(
+            lambda request_id, num_blocks: log_evictions(request_id, num_blocks, config.block_size))
         self.phase = Phase.LOADING
         self.port = config.port       # the one bound, once known: a configured 0 means any
         self.serving: Serving | None = None
@@ -159,13 +163,13 @@ class Shell:
         self.metrics.observe_step(report)
         for note in report.preemptions:
             log_preemption(note)
-        if report.evicted_blocks and self.engine.ready is not None:
-            log_evictions(report, self.engine.ready.block_size)
+        self._evictions.add(report.evicted_for, report.evicted_blocks, time.monotonic())
         self.requests.deliver(report.outputs)
 
     def _on_released(self, generation: Generation) -> None:
         for stats in generation.stats:
             self.metrics.observe_sequence(stats)
+        self._evictions.ended(generation.key)
         log_finished(generation)
 
     async def _open(self, ready: EngineReady) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4      # K and V, two layers, two KV heads 
 WAIT_S = 20.0
 
 
-async def ask(client: aiohttp.ClientSession, prompt: str, **fields: Any) -> dict[str, Any]:
+async def ask(client: aiohttp.ClientSession, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True} | fields
     async with client.post("/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
@@ -69,30 +70,67 @@ def held(blocks: list[BlockStored]) -> set[tuple[int, int | None, tuple[int, ...
     return {(block.block_hashes[0], block.parent_block_hash, block.token_ids) for block in blocks}
 
 
-async def test_replay_snapshot_and_pool_agree_under_eviction(tiny_model: Path) -> None:
+@pytest.fixture(scope="module")
+def small_pool(tiny_model: Path) -> Iterator[Child]:
+    """A worker whose pool holds little more than one full context."""
     memory = str(POOL_BLOCKS * 16 * KV_BYTES_PER_TOKEN)
     with running_tiny_worker(tiny_model, "--kv-memory", memory, "--kv-dtype", "float32") as worker:
-        async with worker_client(worker) as client:
-            shared = "every prompt begins with these words, which fill a block or two; "
-            await asyncio.gather(*(ask(client, shared + f"number {number} " * 8) for number in range(24)))
-            state = await until_idle(client)
-            assert state["blocks"]["total"] == POOL_BLOCKS
-            evictions = await metric(client, "headstart_worker_evictions_total", reason="capacity")
-            assert evictions > 0, "no pressure, no test"
+        yield worker
 
-            batches = await replay(state["events"]["replay_endpoint"])
-            reader, blocks = await snapshot(client)
-            assert [seq for seq, _ in batches] == list(range(len(batches)))
-            assert isinstance(batches[0][1].events[0], AllBlocksCleared)
-            assert {batch.epoch for _, batch in batches} == {state["epoch"]}
-            assert reader.header is not None
-            assert (reader.header.epoch, reader.header.barrier_seq) == (state["epoch"], len(batches))
-            mirror = BlockMirror()
-            for _, batch in batches:
-                mirror.apply(batch.events)
-            assert held(blocks) == held(mirror.blocks())
-            assert len(blocks) == state["blocks"]["cached"], "idle: every findable block is cached, none is held"
-            check_chain(blocks, await hash_scheme(client))
+
+async def test_replay_snapshot_and_pool_agree_under_eviction(small_pool: Child) -> None:
+    async with worker_client(small_pool) as client:
+        shared = "every prompt begins with these words, which fill a block or two; "
+        await asyncio.gather(*(ask(client, shared + f"number {number} " * 8) for number in range(24)))
+        state = await until_idle(client)
+        assert state["blocks"]["total"] == POOL_BLOCKS
+        evictions = await metric(client, "headstart_worker_evictions_total", reason="capacity")
+        assert evictions > 0, "no pressure, no test"
+
+        batches = await replay(state["events"]["replay_endpoint"])
+        reader, blocks = await snapshot(client)
+        assert [seq for seq, _ in batches] == list(range(len(batches)))
+        assert isinstance(batches[0][1].events[0], AllBlocksCleared)
+        assert {batch.epoch for _, batch in batches} == {state["epoch"]}
+        assert reader.header is not None
+        assert (reader.header.epoch, reader.header.barrier_seq) == (state["epoch"], len(batches))
+        mirror = BlockMirror()
+        for _, batch in batches:
+            mirror.apply(batch.events)
+        assert held(blocks) == held(mirror.blocks())
+        assert len(blocks) == state["blocks"]["cached"], "idle: every findable block is cached, none is held"
+        check_chain(blocks, await hash_scheme(client))
+        # Blocks went as whole bursts, and each burst has its line.
+        assert len(blocks) <= POOL_BLOCKS
+        bursts = [line for line in log_lines(small_pool) if line["event"] == "evictions"]
+        assert sum(line["blocks"] for line in bursts) == evictions
+        assert all(line["for_request_id"] and line["recompute_tokens"] == 16 * line["blocks"] for line in bursts)
+
+
+async def test_a_preempted_request_gives_the_same_answer_and_both_lines(small_pool: Child) -> None:
+    asked = [{"prompt": [10 + number] * 500, "max_tokens": 450, "temperature": 0} for number in range(2)]
+    async with worker_client(small_pool) as client:
+        together = await asyncio.gather(*(ask(client, **body) for body in asked))
+        await until_idle(client)
+        lines = log_lines(small_pool)
+        preemptions = [line for line in lines if line["event"] == "preemption"]
+        assert preemptions, "two sequences of 950 tokens do not fit into 1,280"
+        # The last admitted gives way, be it to the other or, when it is the one that finds no block, to itself.
+        assert all(line["recompute_tokens"] > 0 and line["blocks"] > 0 and line["for_request_id"]
+                   for line in preemptions)
+        victims = [line for line in lines if line["event"] == "request_finished" and line["preemptions"]]
+        assert {line["request_id"] for line in victims} == {line["request_id"] for line in preemptions}
+        assert all(line["recomputed_tokens"] > 0 for line in victims)
+        assert await metric(client, "headstart_worker_preemptions_total") == len(preemptions)
+        assert await metric(client, "headstart_worker_recomputed_tokens_total", reason="preempted") == sum(
+            line["recomputed_tokens"] for line in victims)
+        for body, answer in zip(asked, together, strict=True):
+            alone = await ask(client, **body)
+            assert alone["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+def log_lines(worker: Child) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in worker.log_tail(1_000_000).splitlines() if line.startswith("{")]
 
 
 async def hash_scheme(client: aiohttp.ClientSession) -> HashScheme:
@@ -245,9 +283,7 @@ async def test_one_line_per_request_without_its_text(worker: Child, client: aioh
     async with client.post("/v1/completions", json=asked, headers={"x-request-id": "from-the-gateway-1"}) as response:
         assert response.status == 200
     await until_idle(client)
-    log = worker.log_tail(1_000_000)
-    lines = [orjson.loads(line) for line in log.splitlines() if line.startswith("{")]
-    [line] = [line for line in lines
+    [line] = [line for line in log_lines(worker)
               if line["event"] == "request_finished" and line["request_id"] == "from-the-gateway-1"]
     assert line["prompt_tokens"] == line["cached_tokens"] + line["computed_tokens"]
     assert (line["output_tokens"], line["finish_reason"], line["preemptions"]) == (5, "length", 0)
@@ -255,4 +291,4 @@ async def test_one_line_per_request_without_its_text(worker: Child, client: aioh
     assert line["inter_token_ms"]["p50"] <= line["inter_token_ms"]["max"]
     assert 0 <= line["hit_ratio"] <= 1
     assert line["recomputed_tokens"] == 0
-    assert secret not in log
+    assert secret not in worker.log_tail(1_000_000)
