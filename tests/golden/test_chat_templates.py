@@ -7,11 +7,13 @@ parts for a template that concatenates strings), `theirs` says what it must be e
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
 
 from tests.support.reference_tokenizers import FAMILIES, Reference, reference
+from worker.prompt.detokenizer import StreamDetokenizer
 from worker.prompt.requests import ChatRequest, parse_chat
 from worker.protocol.api_error import ApiError
 
@@ -227,3 +229,24 @@ def test_special_tokens(pair: Reference) -> None:
     ours = pair.renderer.bundle.special_tokens
     assert ours.items() <= pair.theirs.special_tokens_map.items()
     assert set(pair.theirs.special_tokens_map) - set(ours) <= {"mask_token"}
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_streamed_text_of_random_ids(pair: Reference, skip_special_tokens: bool) -> None:
+    """Any ids, one by one: the deltas are transformers' decode() of all. A fixed seed; the property tests vary it."""
+    tokenizer = pair.renderer.tokenizer
+    random = Random(20_261_129)
+    byte_ids = [i for i in range(tokenizer.vocab_size) if not tokenizer.token_bytes(i).isascii()]
+    for _ in range(20):
+        ids = random.choices(range(tokenizer.vocab_size), k=20) + random.choices(byte_ids, k=20)
+        random.shuffle(ids)
+        stream = StreamDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        text = "".join(stream.push([token_id]).text for token_id in ids) + stream.finish()
+        assert text == pair.theirs.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_tokens_spell_the_text(pair: Reference) -> None:
+    text = "".join(str(message["content"]) for message in CONVERSATIONS["unicode"])
+    tokenizer = pair.renderer.tokenizer
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == tokenizer.decode(ids)

@@ -64,6 +64,13 @@ def test_depth_is_bounded_exactly(value: Any, num_wrapped: int, siblings: int) -
         check_nesting(body)
 
 
+def test_the_deepest_body() -> None:
+    check_nesting(b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH)
+    check_nesting(b'{"[":' * MAX_JSON_DEPTH + b"0" + b"}" * MAX_JSON_DEPTH)
+    with pytest.raises(ApiError, match="deeper than 64"):
+        check_nesting(b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1))
+
+
 def test_the_number_of_containers_is_bounded_exactly() -> None:
     text = "[" * 1_000_000  # brackets in a string are text
     body = {"prompt": text, "x": [[]] * (MAX_JSON_CONTAINERS - 2)}

@@ -57,6 +57,22 @@ def test_each_role_has_its_own_form() -> None:
         "one\ntwo|<user>[one][two]")
 
 
+def test_parts_are_joined_where_only_the_first_would_be_read() -> None:
+    first_only = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+    assert render(first_only, {"role": "system", "content": TWO_PARTS}) == "one\ntwo"
+
+
+def test_null_fields_are_absent() -> None:
+    source = "{{ messages[0].name is defined }}{{ messages[0].content }}"
+    assert render(source, {"role": "user", "content": "x", "name": None}) == "Falsex"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_offered_under_every_name(name: str) -> None:
+    source = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
+    assert render(source, {"role": "assistant", "content": "x", name: "hmm"}) == "hmm|hmm"
+
+
 def test_a_template_that_refuses_every_probe_gets_messages_untouched() -> None:
     source = "{% if messages | length < 4 %}{{ raise_exception('too few') }}{% endif %}" + PLAIN
     assert render(source, *[{"role": "user", "content": "x"}] * 4) == "<user>x</>" * 4

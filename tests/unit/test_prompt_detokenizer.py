@@ -80,9 +80,10 @@ def test_text_before_and_after_a_stop_in_one_token_batch(llama: PromptTokenizer)
     assert stream.push([HELLO, WORLD, BANG]) == TextDelta("Hell", True, 2)
 
 
-def test_no_stop_within_the_minimum(llama: PromptTokenizer) -> None:
-    stream = StreamDetokenizer(llama, stop=("STOP",), min_tokens=2)
-    assert stream.push([ST, OP, ST, OP, BANG]) == TextDelta("STOP", True, 4)
+@pytest.mark.parametrize(("min_tokens", "num_used"), [(0, 2), (1, 2), (2, 3), (3, 4)])
+def test_no_stop_within_the_minimum(llama: PromptTokenizer, min_tokens: int, num_used: int) -> None:
+    stream = StreamDetokenizer(llama, stop=("OP",), min_tokens=min_tokens)
+    assert stream.push([ST, OP, OP, OP, BANG]) == TextDelta("ST" + "OP" * (num_used - 2), True, num_used)
 
 
 def test_a_stop_that_began_within_the_minimum_does_not_count(llama: PromptTokenizer) -> None:

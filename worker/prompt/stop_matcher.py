@@ -52,5 +52,6 @@ class StopMatcher:
             while 0 <= start < len(text) - num_open:
                 if stop.startswith(text[start:]):
                     num_open = len(text) - start
+                    break  # this stop's later starts are shorter
                 start = text.find(stop[0], start + 1)
         return num_open
