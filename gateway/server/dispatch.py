@@ -133,7 +133,7 @@ class Dispatcher:
         if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
             return None  # nothing will be found there again, so nothing should be predicted
         assert endpoint.scheme is not None, "knowledge without a hash scheme"
-        hashes = prepared.hashes.get(endpoint.scheme.digest())
+        hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
         return self._index.speculate(endpoint.endpoint_id, hashes, time.monotonic() + self._speculative_ttl_s)

@@ -32,10 +32,10 @@ PromptRequest = ChatRequest | CompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """`prompts` are the ids of each prompt; `hashes` the first prompt's block hashes by hash-scheme digest."""
+    """`prompts` are the ids of each prompt; `hashes` the first prompt's block hashes under each hash scheme."""
 
     prompts: list[list[int]]
-    hashes: dict[str, list[int]]
+    hashes: dict[HashScheme, list[int]]
     tokenize_s: float
     hash_s: float
 
@@ -102,5 +102,5 @@ def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[Ha
     began_at = time.perf_counter()
     prompts = [renderer.chat(request)] if isinstance(request, ChatRequest) else renderer.completion(request)
     tokenized_at = time.perf_counter()
-    hashes = {scheme.digest(): block_hashes(prompts[0], scheme, extra_keys) for scheme in schemes}
+    hashes = {scheme: block_hashes(prompts[0], scheme, extra_keys) for scheme in schemes}
     return PreparedPrompt(prompts, hashes, tokenized_at - began_at, time.perf_counter() - tokenized_at)

@@ -48,7 +48,7 @@ async def test_prompts_are_hashed_once_per_scheme_and_by_the_first() -> None:
     prepared = await work.prepare(renderer, request, num_body_bytes=0, schemes=schemes, extra_keys=())
     assert [len(prompt) for prompt in prepared.prompts] == [40, 1]
     assert prepared.num_tokens == 41
-    assert prepared.hashes == {one.digest(): block_hashes(prepared.prompts[0], one) for one in schemes}
+    assert prepared.hashes == {one: block_hashes(prepared.prompts[0], one) for one in schemes}
     assert all(len(hashes) == 2 for hashes in prepared.hashes.values())
     work.close()
 
