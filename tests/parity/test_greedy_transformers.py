@@ -139,7 +139,7 @@ def test_smollm2_chat(smollm2: Pair) -> None:
 def test_smollm2_several_turns(smollm2: Pair) -> None:
     smollm2.chat([{"role": "user", "content": "Name a river in France."},
                   {"role": "assistant", "content": "The Loire is a river in France."},
-                  {"role": "user", "content": [{"type": "text", "text": "And one in Germany?"}]}])
+                  {"role": "user", "content": "And one in Germany?"}])
 
 
 def test_smollm2_unicode(smollm2: Pair) -> None:

@@ -94,14 +94,20 @@ class EngineClient:
         return outcome if outcome is not None else EngineFailed("The engine was closed while it loaded.", False)
 
     async def close(self, limit_s: float = 10.0) -> None:
-        """Ask the engine to end, wait at most `limit_s`, then kill it. Harmless when called twice or before start."""
+        """Ask the engine to end, wait at most `limit_s`, then kill it. Harmless when called twice or before start.
+
+        One that still loads is killed at once: it holds nobody's work and would not look up for seconds.
+        """
         if self.state is EngineState.CLOSED:
             return
+        was_loading = self.state is EngineState.LOADING
         self.state = EngineState.CLOSED
         self._decided.set()
         self._open.clear()
         if not hasattr(self, "_process"):
             return
+        if was_loading:
+            self._process.kill()
         self._backlog.put(Shutdown())
         self._backlog.put(None)
         await asyncio.to_thread(self._end_process, limit_s)
@@ -169,6 +175,7 @@ class EngineClient:
         match report:
             case EngineReady():
                 self.ready, self.state = report, EngineState.READY
+                self.stats = _stats_at_start(report)
                 self._decided.set()
             case EngineFailed():
                 self.failure, self.state = report, EngineState.FAILED
@@ -214,6 +221,11 @@ class EngineClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _stats_at_start(ready: EngineReady) -> EngineStats:
+    return EngineStats(blocks_total=ready.num_blocks, blocks_free=ready.num_blocks,
+                       prefill_tokens_per_s=ready.prefill_tokens_per_s, decode_step_s=ready.decode_step_s)
 
 
 def _death_notice(exit_code: int) -> str:
