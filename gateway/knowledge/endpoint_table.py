@@ -18,6 +18,7 @@ from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.engines.headstart import WorkerReport
 from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
+from gateway.routing.load_ledger import NO_LOAD, LoadView
 from worker.protocol.block_hash import HashScheme
 
 
@@ -48,7 +49,10 @@ class FeedStatus:
 
 @dataclass(slots=True)
 class Endpoint:
-    """One worker. `report` is its last GET /kv; None until it answered once."""
+    """One worker. `report` is its last GET /kv; None until it answered once.
+
+    `own_load_at_report` is what our ledger had there when the report came: the part of the report that is ours.
+    """
 
     worker: DiscoveredWorker
     reachable: bool = False
@@ -56,6 +60,7 @@ class Endpoint:
     compatible: bool = True
     drain_requested: bool = False
     report: WorkerReport | None = None
+    own_load_at_report: LoadView = NO_LOAD
     scheme: HashScheme | None = None
     parity: ParityReport | None = None
     feed: FeedStatus = field(default_factory=FeedStatus)
@@ -89,21 +94,37 @@ class Endpoint:
             return Knowledge.NONE
         return Knowledge.EXACT if self.feed.in_sequence else Knowledge.APPROXIMATE
 
-    def view(self) -> EndpointView:
-        """The snapshot that routing decides on. Only for an endpoint that has joined."""
+    def view(self, own_load: LoadView) -> EndpointView:
+        """The snapshot that routing decides on, with `own_load` now in the ledger. Only for one that has joined.
+
+        A report is up to an interval old. Whatever of ours has ended since is taken off it, or a worker that has just
+        answered would look busy until the next poll, and its own next turn would be sent elsewhere.
+        """
         report = self.report
         assert report is not None, "routing was shown a worker that never answered"
         assert self.joined_epoch is not None, "routing was shown a worker that has not joined"
-        blocks, load = report.blocks, report.load
+        blocks, load, before = report.blocks, report.load, self.own_load_at_report
+        num_ended = max(0, before.num_inflight - own_load.num_inflight)
+        prefill_done = max(0, before.queued_prefill_tokens - own_load.queued_prefill_tokens)
+        context_gone = max(0, before.decode_context_tokens - own_load.decode_context_tokens)
         return EndpointView(
             endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model,)),
             ready=self.state in (EndpointState.READY, EndpointState.INCOMPATIBLE),
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
             prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
             blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
-            kv_usage_ratio=blocks.used / blocks.total if blocks.total else 0.0,
-            num_running=load.running, num_waiting=load.waiting, waiting_prefill_tokens=load.waiting_prefill_tokens,
-            running_prefill_tokens=load.running_prefill_tokens, decode_context_tokens=load.decode_context_tokens)
+            kv_usage_ratio=self.kv_usage_ratio, num_running=max(0, load.running - num_ended),
+            num_waiting=max(0, load.waiting - max(0, num_ended - load.running)),
+            waiting_prefill_tokens=max(0, load.waiting_prefill_tokens - prefill_done),
+            running_prefill_tokens=max(0, load.running_prefill_tokens
+                                       - max(0, prefill_done - load.waiting_prefill_tokens)),
+            decode_context_tokens=max(0, load.decode_context_tokens - context_gone))
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        """Share of the pool that running sequences hold; 0 while unknown."""
+        blocks = self.report.blocks if self.report is not None else None
+        return blocks.used / blocks.total if blocks is not None and blocks.total else 0.0
 
 
 class EndpointTable:

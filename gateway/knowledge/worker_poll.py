@@ -25,6 +25,7 @@ from gateway.knowledge.engines.headstart import (
 from gateway.knowledge.event_feed import EventFeed
 from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.joining import Joined, Joining
+from gateway.routing.load_ledger import LoadLedger
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.logs import get_logger
 
@@ -54,9 +55,10 @@ class DrainRequested:
 class WorkerPoll:
     """Starts the watchers and the keeper; `aclose()` stops them. Needs a running loop."""
 
-    def __init__(self, table: EndpointTable, joining: Joining, writer: IndexWriter, *, session: aiohttp.ClientSession,
-                 worker_token: str, health_interval_s: float) -> None:
+    def __init__(self, table: EndpointTable, ledger: LoadLedger, joining: Joining, writer: IndexWriter, *,
+                 session: aiohttp.ClientSession, worker_token: str, health_interval_s: float) -> None:
         self._table = table
+        self._ledger = ledger
         self._joining = joining
         self._writer = writer
         self._interval_s = health_interval_s
@@ -143,6 +145,7 @@ class WorkerPoll:
             endpoint.detail = seen.detail
             return
         endpoint.report = seen.report
+        endpoint.own_load_at_report = self._ledger.load(endpoint.endpoint_id)
         if seen.joined is not None:
             await self._begin_life(endpoint, seen.joined)
         elif endpoint.compatible:

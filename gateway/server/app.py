@@ -56,8 +56,9 @@ class Gateway:
         self.config = config
         self.state = new_state(config, table)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        self._poll = WorkerPoll(table, self.state.joining, self.state.writer, session=self._session,
-                                worker_token=config.worker_token, health_interval_s=config.health_interval_s)
+        self._poll = WorkerPoll(table, self.state.ledger, self.state.joining, self.state.writer,
+                                session=self._session, worker_token=config.worker_token,
+                                health_interval_s=config.health_interval_s)
         self._upstream = PooledUpstream(connect_timeout_s=config.connect_timeout_s)
         self._prompt_work = PromptWork()
         self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)

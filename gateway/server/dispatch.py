@@ -18,7 +18,7 @@ from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTa
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
-from gateway.routing.load_ledger import Booking, LoadLedger
+from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
@@ -103,10 +103,12 @@ class Dispatcher:
         for hashes in prompt.prepared.hashes.values():
             matches |= self._index.match(hashes, time.monotonic())
         matched_at = time.perf_counter()
+        loads = self._ledger.loads()
         decision = self._policy(PickInput(
-            endpoints=[endpoint.view() for endpoint in self._table.serving(prompt.model)],
+            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
+                       for endpoint in self._table.serving(prompt.model)],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
-            loads=self._ledger.loads(), model=prompt.model, excluded=excluded,
+            loads=loads, model=prompt.model, excluded=excluded,
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
             random_ratio=random.random(), turn=next(self._turns)))
         if record is not None:

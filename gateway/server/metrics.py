@@ -131,7 +131,7 @@ class _StateCollector(Collector):
         yield self._gauge("headstart_endpoint_blocks_max", "Blocks of the worker's pool.",
                           lambda e: e.report.blocks.total if e.report is not None else 0)
         yield self._gauge("headstart_endpoint_kv_usage_ratio", "Share of the pool that running requests hold.",
-                          lambda e: e.view().kv_usage_ratio if e.epoch is not None else 0.0)
+                          lambda e: e.kv_usage_ratio)
         yield self._counter("headstart_event_gaps", "Holes found in the worker's events.", lambda e: e.feed.num_gaps)
         yield self._counter("headstart_event_resyncs", "Snapshots taken.", lambda e: e.feed.num_resyncs)
         yield self._counter("headstart_event_decode_errors", "Event messages that could not be read.",
