@@ -1,7 +1,8 @@
 """The pool as others see it: GET /kv, GET /kv/snapshot, POST /kv/reset; and POST /abort.
 
-Blocks carry prompt tokens. Like the event sockets, these routes are for gateways and operators; the seed of the hash
-scheme, which would let a stranger forge hashes, is shown only to who knows the worker's token.
+Where a worker token is configured it guards what is not for strangers: the snapshot (its blocks carry prompt tokens,
+and the event sockets that tell the same bind to loopback), the reset (it slows everybody down), and in GET /kv the
+seed of the hash scheme (it would let a stranger forge hashes).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from worker import __version__
 from worker.engine.messages import EngineStats
 from worker.prompt.json_body import decode_body
 from worker.protocol.cache_events import SnapshotHeader, encode_snapshot_block, encode_snapshot_header
-from worker.server.intake import has_worker_token, read_body
+from worker.server.intake import has_worker_token, read_body, require_worker_token
 from worker.server.model_routes import json_response
 from worker.server.shell import Phase, Shell, shell_of
 
@@ -61,6 +62,7 @@ async def kv_state(request: web.Request) -> web.Response:
 async def kv_snapshot(request: web.Request) -> web.StreamResponse:
     """NDJSON: a header with epoch and barrier, then every findable block, parents first."""
     shell = shell_of(request)
+    _require_token_if_configured(request, shell)
     ready = shell.require_serving().ready
     snapshot = shell.publisher.snapshot()
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -78,6 +80,7 @@ async def kv_snapshot(request: web.Request) -> web.StreamResponse:
 async def kv_reset(request: web.Request) -> web.Response:
     """Forget every cached block that no running sequence holds. 202: it happens at the engine's next step."""
     shell = shell_of(request)
+    _require_token_if_configured(request, shell)
     shell.require_serving()
     shell.engine.reset()
     return web.Response(status=202, body=b'{"status":"resetting"}', content_type="application/json")
@@ -90,6 +93,11 @@ async def abort(request: web.Request) -> web.Response:
     raw = await read_body(request, ABORT_BODY_BYTES_MAX)
     body = decode_body(raw, _abort_decoder).value
     return json_response({"aborted": shell.requests.abort(body.request_id)})
+
+
+def _require_token_if_configured(request: web.Request, shell: Shell) -> None:
+    if shell.config.worker_token:
+        require_worker_token(request, shell)
 
 
 def _pool(stats: EngineStats, shell: Shell) -> dict[str, Any]:

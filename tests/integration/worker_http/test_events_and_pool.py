@@ -35,6 +35,7 @@ from worker.server.block_mirror import BlockMirror
 POOL_BLOCKS = 80
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4      # K and V, two layers, two KV heads of 8, float32
 WAIT_S = 20.0
+TOKEN = {WORKER_TOKEN_HEADER: WORKER_TOKEN}
 
 
 async def ask(client: aiohttp.ClientSession, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
@@ -59,7 +60,7 @@ async def replay(endpoint: str) -> list[tuple[int, EventBatch]]:
 
 async def snapshot(client: aiohttp.ClientSession) -> tuple[SnapshotReader, list[BlockStored]]:
     reader = SnapshotReader()
-    async with client.get("/kv/snapshot") as response:
+    async with client.get("/kv/snapshot", headers=TOKEN) as response:
         assert response.status == 200
         blocks = reader.feed(await response.read())
     reader.close()
@@ -134,7 +135,7 @@ def log_lines(worker: Child) -> list[dict[str, Any]]:
 
 
 async def hash_scheme(client: aiohttp.ClientSession) -> HashScheme:
-    async with client.get("/kv", headers={WORKER_TOKEN_HEADER: WORKER_TOKEN}) as response:
+    async with client.get("/kv", headers=TOKEN) as response:
         return HashScheme.from_wire((await response.json())["hash_scheme"])
 
 
@@ -188,13 +189,19 @@ async def test_reset_forgets_and_says_so(client: aiohttp.ClientSession) -> None:
     prompt = "a prompt that is long enough to leave a block or two of sixteen tokens in the cache"
     await ask(client, prompt)
     assert (await until_idle(client))["blocks"]["cached"] > 0
-    async with client.post("/kv/reset") as response:
+    async with client.post("/kv/reset", headers=TOKEN) as response:
         assert response.status == 202
     await eventually(lambda: nothing_cached(client), timeout_s=WAIT_S, what="the cache is empty")
     _, blocks = await snapshot(client)
     assert blocks == []
     answer = await ask(client, prompt)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_what_shows_or_drops_blocks_needs_the_token(client: aiohttp.ClientSession) -> None:
+    for method, path in (("GET", "/kv/snapshot"), ("POST", "/kv/reset")):
+        async with client.request(method, path) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (403, "forbidden")
 
 
 async def nothing_cached(client: aiohttp.ClientSession) -> bool:
