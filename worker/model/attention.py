@@ -49,7 +49,7 @@ def register_attention() -> None:
 
 
 def _paged_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attention_mask: torch.Tensor | None, **given: Any) -> tuple[torch.Tensor, None]:
+                     *_mask: None, **given: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: tensors [1, heads, rows, dim] in, [1, rows, heads, dim] out."""
     attention_pass: AttentionPass | None = given.get("attention_pass")
     if attention_pass is None:

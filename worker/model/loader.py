@@ -5,7 +5,6 @@ Owns the choice of dtype and device, and the refusal of what cannot be served. N
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
 from worker.model.layer_survey import survey_layers
 from worker.model.model_error import ModelError
-from worker.model.model_folder import ModelFolder, default_cache_dir, open_folder, read_config
+from worker.model.model_folder import ModelFolder, default_cache_dir, file_sha256, open_folder, read_config
 from worker.model.model_spec import ModelSpec
 from worker.model.packaged import PACKAGED_MODELS
 from worker.model.paged_model import PagedModel
@@ -30,7 +29,6 @@ _KV_DTYPES = ("float32", "bfloat16", "float16")
 _LATER_KV_DTYPES = ("int8", "fp8", "k8v4", "int4")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_DIGEST_CHUNK_BYTES = 2**20
 # Their frequencies depend on the longest sequence in the batch, so cached keys would depend on who came along.
 _UNSOUND_ROPES = ("dynamic", "longrope")
 
@@ -83,19 +81,10 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
 def _resolve_gguf(path: Path, cache: Path, chat_template: Path | None) -> ModelFolder:
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is a file but not a .gguf file; --model wants the folder that holds config.json")
-    digest = _file_digest(path)
+    digest = file_sha256(path)
     target = conversion_path(cache, path.stem, digest)
     ensure_converted(target, digest, lambda scratch: path)
     return open_folder(target, name=path.stem, chat_template=chat_template)
-
-
-def _file_digest(path: Path) -> str:
-    """SHA-256 of a whole file, about a gigabyte a second."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_DIGEST_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _download(hub_id: str) -> Path:

@@ -61,6 +61,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def file_sha256(path: Path) -> str:
+    """64 hex digits over the whole file, about a gigabyte a second."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def weights_revision(path: Path) -> str:
     """32 hex digits that name the weights by content, in milliseconds.
 
