@@ -109,7 +109,7 @@ class Endpoint:
         context_gone = max(0, before.decode_context_tokens - own_load.decode_context_tokens)
         return EndpointView(
             endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model,)),
-            ready=self.state in (EndpointState.READY, EndpointState.INCOMPATIBLE),
+            ready=self.state is not EndpointState.UNREADY,
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
             prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
             blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
@@ -145,6 +145,10 @@ class EndpointTable:
         ours = [endpoint for endpoint in self if endpoint.model == model]
         ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
         return ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
+
+    def joined(self, model: str) -> list[Endpoint]:
+        """Every worker of this model that has been understood, in whatever state it is now."""
+        return [endpoint for endpoint in self if endpoint.model == model and endpoint.epoch is not None]
 
     def models(self) -> list[str]:
         """Names of the models that some worker has been seen to serve."""

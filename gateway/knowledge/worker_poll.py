@@ -179,8 +179,8 @@ class WorkerPoll:
 def _log_state(endpoint: Endpoint) -> None:
     facts = {"worker": endpoint.endpoint_id, "url": endpoint.worker.url, "state": endpoint.state.value,
              "epoch": endpoint.epoch, "model": endpoint.model}
-    if endpoint.state is EndpointState.READY:
-        _log.info("worker_ready", **facts)
+    if endpoint.state in (EndpointState.READY, EndpointState.DRAINING):
+        _log.info("worker_" + endpoint.state.value, **facts)
     else:
         _log.warning("worker_" + endpoint.state.value, **facts, reason=endpoint.detail)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Protocol
 
 import aiohttp
@@ -61,6 +63,11 @@ class UpstreamResponse(Protocol):
         """The response headers."""
         ...
 
+    @property
+    def connect_s(self) -> float:
+        """Seconds spent on getting a connection; next to nothing for a pooled one."""
+        ...
+
     async def read_chunk(self) -> bytes:
         """What has arrived, b"" at a proper end; UpstreamFailure(RESET) at any other. Cancelling it loses nothing."""
         ...
@@ -90,19 +97,20 @@ class PooledUpstream:
             connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
             auto_decompress=False, read_bufsize=READ_BUFFER_BYTES, cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"))
+            skip_auto_headers=("User-Agent", "Accept-Encoding"), trace_configs=[_connect_trace()])
 
     async def open(self, request: UpstreamRequest) -> UpstreamResponse:
         """See Upstream."""
         tls: ssl.SSLContext | bool = request.ssl_context or True
+        watch = _ConnectWatch()
         try:
             response = await self._session.post(request.url, data=request.body, headers=request.headers, ssl=tls,
-                                                allow_redirects=False)
+                                                allow_redirects=False, trace_request_ctx=watch)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as failure:
             raise UpstreamFailure(FailureKind.CONNECT, str(failure)) from failure
         except (aiohttp.ClientError, OSError) as failure:
             raise UpstreamFailure(FailureKind.RESET, _describe(failure)) from failure
-        return _PooledResponse(response)
+        return _PooledResponse(response, watch.seconds)
 
     async def close(self) -> None:
         """See Upstream."""
@@ -110,8 +118,9 @@ class PooledUpstream:
 
 
 class _PooledResponse:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, connect_s: float) -> None:
         self._response = response
+        self.connect_s = connect_s
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.headers.items()}
 
@@ -126,6 +135,27 @@ class _PooledResponse:
     def close(self) -> None:
         # aiohttp hands a response's connection back by itself once its last byte is read; close() then does nothing.
         self._response.close()
+
+
+class _ConnectWatch:
+    """Times the making of one connection; 0 when the pool had one."""
+
+    def __init__(self) -> None:
+        self.began_at = 0.0
+        self.seconds = 0.0
+
+
+def _connect_trace() -> aiohttp.TraceConfig:
+    async def began(_: object, context: SimpleNamespace, __: object) -> None:
+        context.trace_request_ctx.began_at = time.perf_counter()
+
+    async def ended(_: object, context: SimpleNamespace, __: object) -> None:
+        context.trace_request_ctx.seconds = time.perf_counter() - context.trace_request_ctx.began_at
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_start.append(began)
+    trace.on_connection_create_end.append(ended)
+    return trace
 
 
 def _describe(failure: Exception) -> str:

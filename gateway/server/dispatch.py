@@ -36,6 +36,12 @@ class RoutedPrompt:
     model: str
     prepared: PreparedPrompt
     max_tokens: int | None
+    num_choices: int = 1
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether what the worker reports as cached is about one prompt computed once."""
+        return len(self.prepared.prompts) == 1 and self.num_choices == 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,8 +111,9 @@ class Dispatcher:
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
         decision = self._policy(PickInput(
-            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
-                       for endpoint in self._table.serving(prompt.model)],
+            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in
+                       # When nobody serves, the policy is shown the others too and says why none of them can.
+                       self._table.serving(prompt.model) or self._table.joined(prompt.model)],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model, excluded=excluded,
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
@@ -181,7 +188,9 @@ class Choosing:
         knowledge = placement.endpoint.knowledge
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
         record.matched_tokens = decision.matched_tokens
-        is_comparable = len(self._prompt.prepared.prompts) == 1 and knowledge is not Knowledge.NONE
+        is_comparable = self._prompt.is_one_sequence and knowledge is not Knowledge.NONE
+        record.cacheable_tokens = max((cost.matched_tokens for cost in decision.candidates),
+                                      default=decision.matched_tokens) if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
 
 

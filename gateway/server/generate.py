@@ -127,6 +127,7 @@ class Generate:
                 placement.abandon()  # refused, so nothing of it will be in that cache
             placement.first_byte()
             record.first_byte()
+            record.stages["connect"] = answer.response.connect_s
             record.cached_tokens = _count(answer.response.headers.get(CACHED_TOKENS_HEADER))
             return await self._pass_on(request, answer, record, {**headers, **self._routing_headers(placement)})
         finally:
@@ -147,7 +148,8 @@ class Generate:
             extra_keys=salt.extra_keys)
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
-        return Intake(route, body, parsed, salt, RoutedPrompt(parsed.model, prepared, parsed.max_tokens))
+        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n)
+        return Intake(route, body, parsed, salt, routed)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""

@@ -8,6 +8,7 @@ Must never: take a label from a request that the configuration or the workers do
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -51,6 +52,9 @@ class GatewayMetrics:
                                       ["model", "source"], registry=registry)
         self._hit_error = Histogram("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
                                     ["direction"], buckets=_TOKEN_BUCKETS, registry=registry)
+        self._session_cached = self._session_cacheable = 0
+        Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
+              registry=registry).set_function(self._session_hit_ratio)
         self._decisions = Counter("headstart_decisions", "Where requests went, and why.", ["worker", "reason"],
                                   registry=registry)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
@@ -80,7 +84,7 @@ class GatewayMetrics:
             self._decisions.labels(record.worker_id, record.reason).inc()
         if record.outcome == "client_left":
             self._disconnects.inc()
-        if record.outcome == "client_error" and record.worker_id is None and record.error is not None:
+        if record.worker_id is None and record.error is not None:
             self._rejected.labels(record.error).inc()
         if record.ttft_s is not None:
             self._observe_answer(record, model, record.ttft_s)
@@ -95,9 +99,15 @@ class GatewayMetrics:
         self._prompt_tokens.labels(model).inc(record.prompt_tokens or 0)
         self._cached_tokens.labels(model, "predicted").inc(record.matched_tokens or 0)
         self._cached_tokens.labels(model, "reported").inc(record.cached_tokens or 0)
+        if record.cacheable_tokens and record.cached_tokens is not None:
+            self._session_cacheable += record.cacheable_tokens
+            self._session_cached += min(record.cached_tokens, record.cacheable_tokens)
         error = record.hit_error_tokens()
         if error is not None and error != 0:
             self._hit_error.labels("over" if error > 0 else "under").observe(abs(error))
+
+    def _session_hit_ratio(self) -> float:
+        return self._session_cached / self._session_cacheable if self._session_cacheable else math.nan
 
     def model_label(self, model: str | None) -> str:
         """The model's name if a worker serves it, else `other`: clients cannot make series."""

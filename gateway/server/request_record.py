@@ -20,7 +20,8 @@ class RequestRecord:
     """Filled in as the request goes its way. Instants are time.monotonic(); tokens are the first prompt's.
 
     `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
-    `outcome`: ok, client_error, client_left, worker_error, or gateway_error for our own bugs.
+    `cacheable_tokens` is the longest match on any worker: what the best choice for the cache alone would have found.
+    `outcome`: ok, client_error, client_left, no_worker, worker_error, or gateway_error for our own bugs.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class RequestRecord:
     prompt_tokens: int | None = None
     matched_tokens: int | None = None
     confirmed_tokens: int | None = None
+    cacheable_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     stages: dict[str, float] = field(default_factory=dict)
@@ -81,7 +83,7 @@ class RequestRecord:
     def refused(self, error: ApiError) -> None:
         """The request ends in this error object."""
         self.status, self.error = error.status, error.code
-        self.outcome = "client_error" if error.status < 500 else "worker_error"
+        self.outcome = {503: "no_worker"}.get(error.status, "client_error" if error.status < 500 else "worker_error")
 
     def log_fields(self, duration_s: float) -> dict[str, object]:
         """The request's log line, without what does not apply."""

@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
+from gateway.server.request_record import STAGES
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
     Behaviour,
@@ -34,6 +35,9 @@ async def test_the_second_request_finds_what_the_first_one_left() -> None:
         assert int(second.headers["x-headstart-matched-tokens"]) == holder.seen[1].cached_tokens > 400
         assert await gateway.metric('headstart_hit_error_tokens_count{direction="over"}') == 0
         assert await gateway.metric('headstart_cached_tokens_total{model="stub",source="reported"}') > 400
+        assert await gateway.metric("headstart_session_hit_ratio") == 1.0
+        for stage in STAGES:
+            assert await gateway.metric(f'headstart_overhead_seconds_count{{stage="{stage}"}}') == 2, stage
         assert await gateway.metric(
             f'headstart_decisions_total{{worker="{first.headers["x-headstart-worker"]}",reason="prefix"}}') == 1
 
@@ -190,3 +194,21 @@ async def test_raw_completions_and_several_prompts_are_routed_by_the_first() -> 
         assert stub.seen[1].prompt == stub.seen[0].prompt
         assert stub.seen[3].prompt == stub.seen[2].prompt == ids
         assert answer.headers["x-headstart-matched-tokens"] == "96"
+
+
+async def test_when_nobody_can_take_a_request_the_answer_says_why() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        row = await gateway.worker()
+        await gateway.send("POST", f"/admin/workers/{row['id']}/drain", headers={"Authorization": "Bearer admin"})
+        await gateway.until(lambda: _says(gateway, "draining"), "the drain is named")
+        assert (await gateway.send("GET", "/readyz")).status == 503
+        stub.kv_problem = 503
+        await gateway.until(lambda: _says(gateway, "ready"), "the worker's state is named")
+        assert await gateway.metric('headstart_rejected_total{reason="no_worker"}') >= 2
+
+
+async def _says(gateway: GatewayUnderTest, words: str) -> bool:
+    answer = await gateway.chat()
+    return words in answer.error.get("message", "")
