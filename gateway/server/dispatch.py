@@ -6,6 +6,7 @@ Must never: await between reading and booking; nothing here is a coroutine.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
@@ -27,6 +28,7 @@ from gateway.server.request_record import RequestRecord
 from worker.protocol.block_hash import HashScheme
 
 KV_CACHE_FULL = "full"
+EXPECTED_PREFILL_MAX_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class RoutedPrompt:
     prepared: PreparedPrompt
     max_tokens: int | None
     num_choices: int = 1
+    stream: bool = False
 
     @property
     def is_one_sequence(self) -> bool:
@@ -53,12 +56,14 @@ class Placement:
     """A booked worker. Every way out ends in release() or abandon(), and both may be called again."""
 
     def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
-                 withdraw: Callable[[], None], upstream_request: UpstreamRequest) -> None:
+                 withdraw: Callable[[], None], upstream_request: UpstreamRequest,
+                 prefill_timer: asyncio.TimerHandle | None) -> None:
         self.endpoint = endpoint
         self.decision = decision
         self._booking = booking
         self._withdraw = withdraw
         self._upstream_request = upstream_request
+        self._prefill_timer = prefill_timer
 
     @property
     def endpoint_id(self) -> str:
@@ -76,11 +81,13 @@ class Placement:
 
     def release(self) -> None:
         """The request has ended; what it left in the worker's cache is for the events to tell."""
+        if self._prefill_timer is not None:
+            self._prefill_timer.cancel()
         self._booking.release()
 
     def abandon(self) -> None:
         """The worker did not take it: nothing of it will be in that cache."""
-        self._booking.release()
+        self.release()
         self._withdraw()
 
 
@@ -133,11 +140,16 @@ class Dispatcher:
         booking = self._ledger.book(decision.endpoint_id, decision.epoch,
                                     prefill_tokens=decision.uncached_tokens + others,
                                     context_tokens=prompt.prepared.num_tokens)
-        bet = self._bet(endpoint, prompt.prepared)
-        return Placement(endpoint, decision, booking, upstream_request=upstream_request,
+        prefill_s = _expected_prefill_s(decision)
+        bet = self._bet(endpoint, prompt.prepared, prefill_s)
+        # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
+        # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
+        timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
+            prefill_s, booking.prefill_done)
+        return Placement(endpoint, decision, booking, upstream_request=upstream_request, prefill_timer=timer,
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
-    def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt) -> Speculation | None:
+    def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:
         report = endpoint.report
         if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
             return None  # nothing will be found there again, so nothing should be predicted
@@ -145,7 +157,9 @@ class Dispatcher:
         hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
-        return self._index.speculate(endpoint.endpoint_id, hashes, time.monotonic() + self._speculative_ttl_s)
+        # The time to live bridges the lag of events, which begins when the blocks have been computed.
+        expires_at = time.monotonic() + prefill_s + self._speculative_ttl_s
+        return self._index.speculate(endpoint.endpoint_id, hashes, expires_at)
 
     def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
         """The decision for POST /admin/explain, with every candidate's cost."""
@@ -192,6 +206,14 @@ class Choosing:
         record.cacheable_tokens = max((cost.matched_tokens for cost in decision.candidates),
                                       default=decision.matched_tokens) if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
+
+
+def _expected_prefill_s(decision: RoutingDecision) -> float:
+    """Until the chosen worker should have computed the prompt, behind what waits there; 0 without a computed cost."""
+    for cost in decision.candidates:
+        if cost.endpoint_id == decision.endpoint_id:
+            return min(cost.queue_s + cost.prefill_s, EXPECTED_PREFILL_MAX_S)
+    return 0.0
 
 
 def is_plain(endpoint: Endpoint, worker_token: str) -> bool:

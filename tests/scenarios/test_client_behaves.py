@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
+from gateway.routing.load_ledger import NO_LOAD
 from gateway.server.request_record import STAGES
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
@@ -58,7 +59,7 @@ async def test_a_bet_on_a_request_that_was_not_taken_is_taken_back(behaviour: Be
 
 async def test_a_bet_bridges_the_time_until_the_events_and_then_expires() -> None:
     stub = StubWorker(worker_token=WORKER_TOKEN)
-    async with running(stub), running_gateway(stub.url, speculative_ttl_s=0.5) as gateway:
+    async with running(stub), running_gateway(stub.url, speculative_ttl_s=0.2) as gateway:
         await gateway.until_exact()
         stub.publishing = False
         matched = [int((await gateway.chat(LONG_TEXT)).headers["x-headstart-matched-tokens"]) for _ in range(2)]
@@ -97,6 +98,28 @@ async def test_a_client_that_leaves_before_the_first_byte_frees_the_worker() -> 
         assert await gateway.metric("headstart_client_disconnects_total") == 1
         assert await gateway.metric(
             'headstart_requests_total{route="/v1/chat/completions",model="stub",code="499"}') == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_stops_counting_as_queued_when_it_should_be_computed(stream: bool) -> None:
+    """A stream says so by its first byte; an answer in one piece says nothing until the end."""
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        stub.next_behaviours.append(stream_one_then_hang if stream else never_answer)
+        asking = asyncio.create_task(gateway.chat("x" * 250, stream=stream))
+        await gateway.until(lambda: _asked(stub), "the worker has the request")
+        worker_id, ledger = (await gateway.worker())["id"], gateway.gateway.state.ledger
+
+        async def is_decoding() -> bool:
+            load = ledger.load(worker_id)
+            assert load.num_inflight == 1
+            return load.queued_prefill_tokens == 0 and load.decode_context_tokens > 250
+
+        await gateway.until(is_decoding, "the prompt counts as context")
+        asking.cancel()
+        await gateway.until(lambda: _is_idle(gateway), "the booking is released")
+        assert ledger.load(worker_id) == NO_LOAD
 
 
 async def test_a_client_that_leaves_in_mid_stream_frees_the_worker() -> None:
