@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.npm_tokenizers import npm_tokenizer
 from tests.support.tiny_engine import EngineDriver
 from worker.engine.engine_config import EngineConfig
-from worker.model.loader import resolve_model
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import parse_chat, parse_completion
 from worker.prompt.sampling_params import SamplingParams
@@ -179,7 +178,3 @@ def test_qwen3_tools(qwen3: Pair) -> None:
     messages = [{"role": "user", "content": "Do I need an umbrella in Zürich?"}]
     with_tools = qwen3.chat(messages, tools=[weather])
     assert with_tools != qwen3.chat(messages), "the tools must reach the model"
-
-
-def test_the_packaged_models_are_what_this_file_names() -> None:
-    assert resolve_model("smollm2").name == "SmolLM2-135M-Instruct"

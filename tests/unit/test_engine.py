@@ -389,6 +389,7 @@ def test_stop_tokens_and_min_tokens(driver: EngineDriver) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
+    ({"kv_cache": "half"}, "half"), ({"max_running": 0}, "max_running"),
     ({"kv_memory": "64B"}, "kv_memory"), ({"kv_memory": "lots"}, "kv_memory"),
     ({"max_context": 10**9}, "max_context"), ({"model": "no/such/model/here"}, "no/such/model/here")])
 def test_what_the_operator_can_mend_is_one_line(tiny_llama: Path, changes: dict[str, object], message: str) -> None:

@@ -111,16 +111,19 @@ def _read_tokenizer(config: EngineConfig, folder: ModelFolder) -> TokenizerBundl
 
 
 def _make_scheduler(config: EngineConfig, model: PagedModel, scheme: HashScheme, num_blocks: int) -> Scheduler:
-    mode = KvCacheMode(config.kv_cache)
     model_max = model.spec.max_context
     if config.max_context is not None and config.max_context > model_max:
         raise EngineSetupError(f"max_context {config.max_context} is beyond the {model_max} tokens that "
                                f"{config.model} was made for: lower it.")
-    pool = BlockPool(num_blocks, config.block_size, scheme, caching=mode is KvCacheMode.FULL)
-    scheduler = Scheduler(pool, SchedulerConfig(
-        max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, kv_cache=mode,
-        max_waiting=config.max_waiting + config.max_running,    # the shell bounds what is open; never refuse twice
-        max_context=config.max_context or model_max))
+    try:
+        settings = SchedulerConfig(
+            max_batch_tokens=config.max_batch_tokens, max_running=config.max_running,
+            max_waiting=config.max_waiting + config.max_running,  # the shell bounds what is open; never refuse twice
+            kv_cache=KvCacheMode(config.kv_cache), max_context=config.max_context or model_max)
+        caching = settings.kv_cache is KvCacheMode.FULL
+        scheduler = Scheduler(BlockPool(num_blocks, config.block_size, scheme, caching=caching), settings)
+    except ValueError as error:
+        raise EngineSetupError(str(error)) from error
     if scheduler.max_context < 2:
         raise EngineSetupError(f"kv_memory {config.kv_memory} holds no prompt and its answer: raise it.")
     return scheduler
