@@ -43,7 +43,7 @@ class _DecodeGroup:
 class _QueryTile:
     """Rows [first, first + count) of a span, seeing gathered keys [key_begin, key_end).
 
-    `mask` [count, keys from `mask_from` on] is added to the scores; before it every row sees every key.
+    `mask` [folded rows, keys from `mask_from` on] is added to the scores; before it every row sees every key.
     """
 
     first: int
@@ -73,11 +73,11 @@ class _WindowPlan:
 
 @dataclass(slots=True)
 class FastAttention:
-    """One forward pass over `storage` in fast mode. Plans are made once per window and pass, not per layer."""
+    """One forward pass over `storage` in fast mode. Plans are made once per (window, GQA group) and pass."""
 
     layout: BatchLayout
     storage: KVStorage
-    _plans: dict[int | None, _WindowPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int | None, int], _WindowPlan] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layout = self.layout
@@ -96,13 +96,14 @@ class FastAttention:
         return out
 
     def _plan_for(self, call: AttentionCall) -> _WindowPlan:
-        plan = self._plans.get(call.window)
+        group = call.query.shape[0] // call.key.shape[0]
+        plan = self._plans.get((call.window, group))
         if plan is None:
             spans = self.layout.spans
             decoding = sorted((span for span in spans if span.num_rows == 1), key=lambda span: -span.end)
             groups = tuple(self._plan_group(members, call) for members in _similar_lengths(decoding))
             prompts = tuple(self._plan_prompt(span, call) for span in spans if span.num_rows > 1)
-            plan = self._plans[call.window] = _WindowPlan(groups, prompts)
+            plan = self._plans[call.window, group] = _WindowPlan(groups, prompts)
         return plan
 
     def _plan_group(self, members: list[RowSpan], call: AttentionCall) -> _DecodeGroup:
@@ -155,7 +156,7 @@ class FastAttention:
             folded = call.query[:, rows].reshape(1, num_kv_heads, group * tile.count, -1)
             visible = slice(tile.key_begin, tile.key_end)
             result = _attention(call, folded, keys[:, :, visible], values[:, :, visible],
-                                mask=tile.mask.repeat(group, 1), mask_from=tile.mask_from)
+                                mask=tile.mask, mask_from=tile.mask_from)
             out[rows] = result.view(num_heads, tile.count, -1).transpose(0, 1)
 
 
@@ -186,7 +187,8 @@ def _tile_of(span: RowSpan, rows: tuple[int, int], *, call: AttentionCall, key_s
     if window is not None:
         hidden |= columns <= positions - window
     mask = torch.zeros(hidden.shape, dtype=call.query.dtype, device=device).masked_fill_(hidden, -torch.inf)
-    return _QueryTile(first, count, key_begin, key_end, mask_from, mask)
+    group = call.query.shape[0] // call.key.shape[0]
+    return _QueryTile(first, count, key_begin, key_end, mask_from, mask.repeat(group, 1))
 
 
 def _first_block(span: RowSpan, window: int | None, block_size: int) -> int:
