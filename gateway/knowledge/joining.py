@@ -3,8 +3,8 @@
 Owns: the reference of each model (the first worker's tokenizer and template), and the verdict on every later worker.
 Must never: write the endpoint table.
 
-The reference stays for as long as any other worker serves with it. A worker that joins when none does becomes the new
-reference, so that a model can be moved to another template by replacing its workers one by one.
+The reference stays for as long as any other worker serves with it, or is just joining with it. A worker that joins
+when none does becomes the new reference: a model is moved to another template by replacing its workers.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ class Joining:
     def __init__(self, table: EndpointTable) -> None:
         self._table = table
         self._references: dict[str, ModelReference] = {}
+        self._adherents: dict[str, str] = {}  # worker -> model whose reference it agreed with, since it last was away
+
+    def left(self, endpoint_id: str) -> None:
+        """This worker is gone or not ready: it holds no reference in place any more (until it serves again)."""
+        self._adherents.pop(endpoint_id, None)
 
     def reference(self, model: str) -> ModelReference | None:
         """How to tokenise for this model; None before its first worker joined."""
@@ -66,6 +71,7 @@ class Joining:
 
     async def join(self, worker: HeadstartWorker, report: WorkerReport) -> Joined:
         """Fetch its files, compare, probe. Raises what HeadstartWorker raises."""
+        self.left(worker.worker.endpoint_id)  # whatever its former life agreed with
         known = self.reference(report.model)
         bundle = await worker.tokenizer(known.bundle if known is not None else None)
         reference = await self._settle_reference(worker.worker.endpoint_id, report.model, bundle)
@@ -80,17 +86,21 @@ class Joining:
 
     async def _settle_reference(self, endpoint_id: str, model: str, bundle: TokenizerBundle) -> ModelReference:
         current = self._references.get(model)
-        if current is not None and (current.agrees_with(bundle) or self._is_served_by_others(model, endpoint_id)):
-            return current
-        renderer = await asyncio.to_thread(PromptRenderer, bundle)
-        if self._references.get(model) is current:  # nobody else became it while the tokenizer was loading
-            self._references[model] = ModelReference(model, endpoint_id, renderer)
-        return self._references[model]
+        if current is None or not (current.agrees_with(bundle) or self._is_held_by_others(model, endpoint_id)):
+            renderer = await asyncio.to_thread(PromptRenderer, bundle)
+            if self._references.get(model) is current:  # nobody else became it while the tokenizer was loading
+                self._references[model] = ModelReference(model, endpoint_id, renderer)
+            current = self._references[model]
+        if current.agrees_with(bundle):
+            self._adherents[endpoint_id] = model
+        return current
 
-    def _is_served_by_others(self, model: str, endpoint_id: str) -> bool:
+    def _is_held_by_others(self, model: str, endpoint_id: str) -> bool:
+        """Adherents may not be in the table yet; those that came back from a bad moment are there alone."""
         serving = (EndpointState.READY, EndpointState.DRAINING)
-        return any(other.model == model and other.state in serving
-                   for other in self._table if other.endpoint_id != endpoint_id)
+        others = [other for other in self._table if other.endpoint_id != endpoint_id]
+        return any(self._adherents.get(other.endpoint_id) == model for other in others) or any(
+            other.model == model and other.compatible and other.state in serving for other in others)
 
     async def _probe(self, worker: HeadstartWorker, reference: ModelReference) -> ParityReport:
         try:

@@ -143,6 +143,7 @@ class WorkerPoll:
         endpoint.reachable = seen.report is not None
         if seen.report is None:
             endpoint.detail = seen.detail
+            self._joining.left(endpoint.endpoint_id)
             return
         endpoint.report = seen.report
         endpoint.own_load_at_report = self._ledger.load(endpoint.endpoint_id)

@@ -206,6 +206,20 @@ async def test_another_template_makes_a_worker_incompatible_and_is_named() -> No
             await wrong.stop()
 
 
+async def test_a_worker_that_joins_while_another_is_still_joining_does_not_take_its_place() -> None:
+    first, second = StubWorker(worker_token=WORKER_TOKEN), StubWorker(worker_token=WORKER_TOKEN,
+                                                                      chat_template=OTHER_TEMPLATE)
+    first.may_be_probed.clear()
+    second.kv_problem = 503
+    async with running(first, second), running_gateway(first.url, second.url) as gateway:
+        await asyncio.wait_for(first.was_probed.wait(), 10)
+        second.kv_problem = None
+        await gateway.until(lambda: _has_state(gateway, 1, "incompatible"), "the second is measured by the first")
+        first.may_be_probed.set()
+        await gateway.until(lambda: _has_state(gateway, 0, "ready"), "the first has set the reference")
+        assert (await gateway.worker(1))["state"] == "incompatible"
+
+
 async def _both_joined(gateway: GatewayUnderTest) -> bool:
     return all([(await gateway.worker(index))["epoch"] for index in range(2)])
 

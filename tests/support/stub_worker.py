@@ -93,6 +93,8 @@ class StubWorker:
         self.publishing = True
         self.ring_size = 1000
         self.num_unchanged_tokenizers = 0
+        self.was_probed, self.may_be_probed = asyncio.Event(), asyncio.Event()
+        self.may_be_probed.set()
 
     @property
     def url(self) -> str:
@@ -197,6 +199,8 @@ class StubWorker:
         return web.Response(body=self.bundle.to_wire(), headers={"ETag": tag})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        self.was_probed.set()
+        await self.may_be_probed.wait()
         tokens = self.renderer.tokenize(parse_tokenize(await request.read()))
         return _json({"count": len(tokens), "tokens": tokens, "max_model_len": 4096})
 
