@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from zmq.asyncio import Context, Socket
@@ -179,23 +179,24 @@ class EventFeed:
         """Apply everything from the next number on; a new snapshot when the worker no longer has it."""
         self._status.num_replays += 1
         batches: list[NumberedBatch] = []
-        async for seq, payload in self._replayed(context, self._sequence.next_seq):
-            batch = self._decode_payload(payload)
-            verdict = self._sequence.judge(seq, batch.epoch)
-            if verdict is Verdict.RESTART:
-                raise FeedBroken("the worker began another life")
-            if verdict is Verdict.GAP:
-                await self._resync()  # what we miss has left the worker's ring; later ones may still follow
-                batches.clear()
+        async with contextlib.aclosing(self._replayed(context, self._sequence.next_seq)) as replayed:
+            async for seq, payload in replayed:
+                batch = self._decode_payload(payload)
                 verdict = self._sequence.judge(seq, batch.epoch)
-            if verdict is Verdict.NEXT:
-                self._sequence.applied(seq)
-                batches.append(NumberedBatch(seq, batch))
+                if verdict is Verdict.GAP:
+                    await self._resync()  # what we miss has left the worker's ring; later ones may still follow
+                    batches.clear()
+                    verdict = self._sequence.judge(seq, batch.epoch)
+                if verdict in (Verdict.RESTART, Verdict.GAP):
+                    raise FeedBroken("the replay does not fit the snapshot: the worker began another life")
+                if verdict is Verdict.NEXT:
+                    self._sequence.applied(seq)
+                    batches.append(NumberedBatch(seq, batch))
         await self._apply(batches)
         self._status.in_sequence = True
         self._status.detail = ""
 
-    async def _replayed(self, context: Context, start_seq: int) -> AsyncIterator[tuple[int, bytes]]:
+    async def _replayed(self, context: Context, start_seq: int) -> AsyncGenerator[tuple[int, bytes], None]:
         with _socket(context, SocketType.DEALER) as dealer:
             dealer.connect(self._replay_address)
             await dealer.send_multipart(encode_replay_request(start_seq))
