@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import GatewayConfig
-from gateway.server.app import StartError, run
 from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, running_gateway
 from tests.support.stub_worker import StubWorker, pause, running
 
@@ -216,35 +214,39 @@ async def _seen(stub: StubWorker, number: int) -> bool:
     return len(stub.seen) >= number
 
 
-def test_a_port_in_use_is_one_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+def gateway_process(**settings: object) -> subprocess.Popen[str]:
+    """A process that runs a gateway and ends with its exit status: run() owns signals and logging."""
+    program = ("import sys; from gateway.config import GatewayConfig; from gateway.server.app import run; "
+               f"sys.exit(run(GatewayConfig(admin_token='x', **{settings!r})))")
+    return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_port_in_use_is_one_line_and_exit_1() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert run(GatewayConfig(port=taken.getsockname()[1], admin_token="x")) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "Address already in use" in line
-    assert "--port" in line
+        process = gateway_process(port=taken.getsockname()[1])
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert len(err.strip().splitlines()) == 1
+    assert "Address already in use" in err
+    assert "--port" in err
 
 
-@pytest.mark.parametrize(("settings", "word"), [({"policy": "roundrobin"}, "round_robin")])
-def test_a_setting_that_makes_no_sense_is_exit_2(settings: dict[str, str], word: str,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(GatewayConfig(port=0, admin_token="x", **settings)) == 2  # type: ignore[arg-type]
-    assert word in capsys.readouterr().err
-
-
-def test_start_error_carries_its_exit_code() -> None:
-    assert StartError("x").exit_code == 1
+def test_a_policy_that_there_is_not_is_exit_2() -> None:
+    process = gateway_process(port=0, policy="roundrobin")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "round_robin" in err
 
 
 @pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGTERM, 0.05), (signal.SIGINT, 60.0)])
 def test_a_signal_ends_the_process_with_0(number: signal.Signals, delay_s: float) -> None:
     """Ctrl-C does not wait for load balancers to notice."""
-    program = ("import sys; from gateway.config import GatewayConfig; from gateway.server.app import run; "
-               f"sys.exit(run(GatewayConfig(port=0, admin_token='x', drain_delay_s={delay_s}, drain_s=1.0)))")
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    process = gateway_process(port=0, drain_delay_s=delay_s, drain_s=1.0)
     assert process.stderr is not None
-    assert b"gateway_started" in process.stderr.readline()
+    assert "gateway_started" in process.stderr.readline()
     process.send_signal(number)
-    assert process.wait(20) == 0
-    process.stderr.close()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
