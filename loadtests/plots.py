@@ -30,9 +30,9 @@ def draw_demo(report: DemoReport, output: Path) -> None:
         left.annotate(
             f"{medians[index]:.0f} ms\n{share:.0%} computed",
             (index, medians[index]),
-            ha="center",
+            ha="left",
             va="bottom",
-            xytext=(24, 2),
+            xytext=(5, 2),
             textcoords="offset points",
             fontsize=8,
             color=INK,
