@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.tiny_engine import EngineDriver
 from worker.engine.engine_config import EngineConfig
+from worker.model.loader import resolve_model
+from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
 
+PROMPT_FILE = Path(__file__).parent.parent / "support" / "prompts" / "code_review_agent.md"
 PROMPT_TOKENS, OUTPUT_TOKENS = 500, 200
 
 
@@ -15,7 +20,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 500, 200
 @pytest.mark.timeout(3600)
 def test_smollm2_gives_the_same_text_in_every_cache_mode() -> None:
     """`off` computes 119,900 positions: minutes. The same on a tiny model is in tests/unit/test_engine.py."""
-    prompt = [1000 + 37 * position % 20_000 for position in range(PROMPT_TOKENS)]
+    tokenizer = PromptTokenizer(TokenizerBundle.from_directory(resolve_model("smollm2").path))
+    prompt = tokenizer.encode(PROMPT_FILE.read_text(), add_special_tokens=True)[:PROMPT_TOKENS]
     texts, positions = {}, {}
     for mode in ("full", "decode", "off"):
         driver = EngineDriver(EngineConfig(model="smollm2", exactness="strict", device="cpu", kv_memory="256MiB",
@@ -23,5 +29,6 @@ def test_smollm2_gives_the_same_text_in_every_cache_mode() -> None:
         texts[mode] = driver.generate(prompt, OUTPUT_TOKENS).token_ids
         positions[mode] = driver.stats.computed_positions_total
     assert len(texts["full"]) == OUTPUT_TOKENS
+    assert len(set(texts["full"])) > 20, "a text that repeats itself proves little"
     assert texts["off"] == texts["decode"] == texts["full"]
     assert positions == {"off": 119_900, "decode": 699, "full": 699}
