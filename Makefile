@@ -36,11 +36,14 @@ up: install
 demo: install
 	$(PY) -m loadtests.demo $(ARGS)
 
+# Two test processes with one torch thread each; files stay whole, so that a file's stack is started once.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+
 test: dev
-	$(PY) -m pytest -q -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: dev
-	$(PY) -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: dev
 	$(PY) -m ruff check gateway worker loadtests tests

@@ -12,7 +12,7 @@ import aiohttp
 from loadtests.local_stack import running_stack
 from tests.support.stack_api import admin_workers, eventually, kv_state
 
-NUM_REQUESTS = 24
+NUM_REQUESTS = 20
 
 
 async def test_kill_9_with_requests_waiting_for_their_first_byte(http: aiohttp.ClientSession) -> None:
@@ -20,7 +20,7 @@ async def test_kill_9_with_requests_waiting_for_their_first_byte(http: aiohttp.C
         victim, survivor = await admin_workers(http, stack)
 
         async def one(number: int) -> int:
-            content = f"{secrets.token_hex(8)} request {number}. " + "A sentence that takes some time to read. " * 60
+            content = f"{secrets.token_hex(8)} request {number}. " + "A sentence that takes some time to read. " * 25
             body = {"model": "smollm2", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
             async with http.post(f"{stack.url}/v1/chat/completions", json=body) as response:
                 assert response.status == 200, await response.text()

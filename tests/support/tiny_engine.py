@@ -6,6 +6,7 @@ text wanders instead of repeating one token.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,19 @@ from worker.protocol.cache_events import CacheEvent
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 STEPS_MAX = 20_000
+DRAWN_VOCAB = range(3, 300)    # ordinary tokens of the tiny vocabulary
+
+
+def config_for(checkpoint: Path, **changes: object) -> EngineConfig:
+    """A small strict engine on the CPU, with `changes`."""
+    settings: dict[str, object] = {"model": str(checkpoint), "kv_memory": "8MiB", "exactness": "strict",
+                                   "device": "cpu"}
+    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    """A prompt that is the same for equal arguments and shares nothing with another seed's."""
+    return random.Random(seed).choices(DRAWN_VOCAB, k=length)
 
 
 def write_tiny_llama(folder: Path) -> Path:

@@ -84,22 +84,23 @@ def warm_up(runner: ModelRunner, rates: EngineRates, *, num_tokens: int, block_s
     """Run one prompt and a few decode steps twice: the first pays for lazy initialisation, the second is measured."""
     num_tokens = max(1, num_tokens)
     for measured in (False, True):
-        prefill_s = _warm_up_step(runner, 0, num_tokens, block_size, vocab_size)
-        decode_s = statistics.median(_warm_up_step(runner, num_tokens, 1, block_size, vocab_size)
-                                     for _ in range(WARM_UP_DECODE_STEPS))
+        prefill_s = _warm_up_step(runner, range(num_tokens), block_size=block_size, vocab_size=vocab_size)
+        decode_s = statistics.median(
+            _warm_up_step(runner, range(num_tokens, num_tokens + 1), block_size=block_size, vocab_size=vocab_size)
+            for _ in range(WARM_UP_DECODE_STEPS))
         if measured:
             rates.observe(prefill_tokens=num_tokens, decode_rows=0, step_s=prefill_s)
             rates.observe(prefill_tokens=0, decode_rows=1, step_s=decode_s)
 
 
-def _warm_up_step(runner: ModelRunner, start: int, num_tokens: int, block_size: int, vocab_size: int) -> float:
-    token_ids = [position % vocab_size for position in range(start, start + num_tokens)]
-    num_blocks = -(-(start + num_tokens) // block_size)
-    share = ScheduledSequence(seq_id=WARM_UP_SEQ_ID, token_ids=token_ids, start=start,
-                              block_table=list(range(num_blocks)), write_from=start, samples=True)
+def _warm_up_step(runner: ModelRunner, positions: range, *, block_size: int, vocab_size: int) -> float:
+    token_ids = [position % vocab_size for position in positions]
+    num_blocks = -(-positions.stop // block_size)
+    share = ScheduledSequence(seq_id=WARM_UP_SEQ_ID, token_ids=token_ids, start=positions.start,
+                              block_table=list(range(num_blocks)), write_from=positions.start, samples=True)
     row = SamplerRow(SamplingParams(temperature=0.0), choice=0, output_index=0, prompt_token_ids=token_ids,
                      output_token_ids=())
-    outcome = runner.run(StepPlan(0, (share,), num_tokens=num_tokens), {WARM_UP_SEQ_ID: row})
+    outcome = runner.run(StepPlan(0, (share,), num_tokens=len(positions)), {WARM_UP_SEQ_ID: row})
     return outcome.forward_s + outcome.sample_s
 
 
