@@ -206,7 +206,7 @@ async def _check_workers(prober: _Prober, workers: list[dict[str, Any]]) -> list
 
 
 def verdict(worker: dict[str, Any], second: ProbeResult | None) -> WorkerCheck:
-    """One worker's row from its /admin/workers item and the second request of a pair it served (None: it served none)."""
+    """One worker's row, from its /admin/workers item and the second request it served (None: it served none)."""
     def row(*, ok: bool, detail: str) -> WorkerCheck:
         return WorkerCheck(
             id=str(worker.get("id")),

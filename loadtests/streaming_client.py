@@ -19,7 +19,7 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """`token_at_s` are seconds from the request to each chunk with text or token ids; the first of them is the TTFT."""
+    """`token_at_s`: seconds from the request to each chunk with text or token ids; the first of them is the TTFT."""
 
     token_at_s: tuple[float, ...]
     total_s: float

@@ -6,12 +6,21 @@ from gateway.check import CheckReport, EndpointCheck, as_text, verdict
 from gateway.check_probe import ProbeResult
 
 READY = {"id": "w1", "engine": "headstart", "knowledge": "exact", "state": "ready", "parity": {"ok": True}}
-ENDPOINT = EndpointCheck(model="m", prompt_tokens=900, first_ttft_s=1.5, second_ttft_s=0.1, cached_tokens=880, ok=True,
-                         detail="880 of 900 prompt tokens came from the cache")
+ENDPOINT = EndpointCheck(
+    model="m",
+    prompt_tokens=900,
+    first_ttft_s=1.5,
+    second_ttft_s=0.1,
+    cached_tokens=880,
+    ok=True,
+    detail="880 of 900 prompt tokens came from the cache",
+)
 
 
 def second(*, predicted: int | None, reported: int | None) -> ProbeResult:
-    return ProbeResult(ttft_s=0.1, prompt_tokens=900, cached_tokens=reported, worker_id="w1", predicted_tokens=predicted)
+    return ProbeResult(
+        ttft_s=0.1, prompt_tokens=900, cached_tokens=reported, worker_id="w1", predicted_tokens=predicted
+    )
 
 
 def test_predicted_equals_reported_is_well() -> None:
@@ -37,7 +46,9 @@ def test_one_bad_worker_is_a_bad_report() -> None:
 
 
 def test_the_text_names_each_worker_and_both_times() -> None:
-    report = CheckReport(url="http://g", endpoint=ENDPOINT, workers=[verdict(READY, second(predicted=880, reported=880))])
+    report = CheckReport(
+        url="http://g", endpoint=ENDPOINT, workers=[verdict(READY, second(predicted=880, reported=880))]
+    )
     text = as_text(report)
     assert "1500.0 ms" in text
     assert "100.0 ms" in text
