@@ -34,7 +34,8 @@ class PagedModel:
     def make_storage(self, num_blocks: int) -> KVStorage:
         """Room for `num_blocks` blocks in every layer. Raises ModelError when the memory cannot be had."""
         return KVStorage.allocate(self.spec.layers, num_blocks=num_blocks, block_size=self.block_size,
-                                  dtype=self._kv_dtype, device=self._device)
+                                  dtype=self._kv_dtype, device=self._device,
+                                  head_major=self.exactness == "fast" and self._device.type == "cpu")
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
