@@ -162,7 +162,7 @@ def _attention_of_two(call: AttentionCall, query: torch.Tensor, own: tuple[torch
                       shared: tuple[torch.Tensor, torch.Tensor], *, mask: torch.Tensor) -> torch.Tensor:
     """[kv_heads * n, group, dim] over the keys and values all n see [kv_heads, keys, dim], then each one's own."""
     num_kv_heads, num_shared, _ = shared[0].shape
-    together = query.view(num_kv_heads, -1, query.shape[-1])
+    together = query.reshape(num_kv_heads, -1, query.shape[-1])
     scores_shared = _scores(call, together, shared[0])
     scores_own = _scores(call, query, own[0]).add_(mask)
     scores = torch.cat((scores_shared.view(*query.shape[:2], -1), scores_own), dim=-1)
