@@ -29,7 +29,8 @@ class BatchLayout:
     """Tensors live on `device`. Rows from `num_rows` on are padding: no K/V, no output, token 0 at position 0.
 
     `write_rows` are the rows whose K/V are stored, at `write_slots`. `logits_rows` are the rows whose logits are
-    wanted, `num_logits` of them, then repeats up to the row multiple.
+    wanted, `num_logits` of them, then repeats up to the row multiple. `opened_blocks` are blocks whose first slot is
+    written in this pass and whose last is not: what they still hold is another's leftovers.
     """
 
     device: torch.device
@@ -41,13 +42,14 @@ class BatchLayout:
     write_slots: torch.Tensor
     logits_rows: torch.Tensor
     num_logits: int
+    opened_blocks: torch.Tensor | None = None
 
     @classmethod
     def build(cls, batch: ForwardBatch, *, block_size: int, device: torch.device,
               row_multiple: int = 1) -> BatchLayout:
         """Pack the batch; row counts (logits rows too) are rounded up to `row_multiple`."""
         spans: list[RowSpan] = []
-        positions, write_rows, write_slots, logits_rows = [], [], [], []
+        positions, write_rows, write_slots, logits_rows, opened = [], [], [], [], []
         first_row = 0
         for rows in batch.sequences:
             span = _span_of(rows, first_row, block_size)
@@ -59,6 +61,8 @@ class BatchLayout:
             write_slots.append(table[written // block_size] * block_size + written % block_size)
             if rows.wants_logits:
                 logits_rows.append(first_row + span.num_rows - 1)
+            if max(span.start, rows.write_from) <= span.end // block_size * block_size < span.end:
+                opened.append(span.block_table[-1])
             spans.append(span)
             first_row += span.num_rows
         padding = -first_row % row_multiple
@@ -75,7 +79,8 @@ class BatchLayout:
                    position_ids=tensor([*positions, blank]).unsqueeze(0),
                    write_rows=tensor(write_rows), write_slots=tensor(write_slots),
                    logits_rows=torch.tensor(padded_logits, dtype=torch.int64, device=device),
-                   num_logits=len(logits_rows))
+                   num_logits=len(logits_rows),
+                   opened_blocks=torch.tensor(opened, device=device) if opened else None)
 
 
 def _span_of(rows: SequenceRows, first_row: int, block_size: int) -> RowSpan:

@@ -1,8 +1,11 @@
 """Where keys and values live: per layer two tensors [block, slot, kv_head, dim].
 
-Owns the layout and the memory. Never decides which block belongs to whom (worker.core does) and never looks at what
-it stores. One block more than asked for is kept, always zero: `blank_block` pads block tables to a common length, so
-that what a gather reads beyond a sequence's blocks is finite and the same every time.
+Owns the layout and the memory. Two orders in memory look the same from outside: token by token, as kernels on GPUs
+want it, or `head_major`, where a gather leaves each head's keys in one piece, ready for a matrix product: several
+interleaved KV heads cost a copy per product, eightfold the product's own time when decoding on CPU. Never decides
+which block belongs to whom (worker.core does) and never looks at what it stores. One block more than asked for is
+kept, always zero: `blank_block` pads block tables to a common length, so that what a gather reads beyond a sequence's
+blocks is finite and the same every time.
 """
 
 from __future__ import annotations
@@ -18,30 +21,38 @@ from worker.model.model_spec import LayerGeometry
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """`keys[layer]` is [num_blocks + 1, block_size, num_kv_heads, key_dim]; `values[layer]` alike with value_dim."""
+    """`keys[layer]` is [num_blocks + 1, block_size, num_kv_heads, key_dim]; `values[layer]` alike with value_dim.
+
+    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim].
+    """
 
     block_size: int
     num_blocks: int
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    head_major: bool = False
 
     @classmethod
     def allocate(cls, layers: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype,
-                 device: torch.device) -> KVStorage:
+                 device: torch.device, head_major: bool = False) -> KVStorage:
         """Zeroed room for `num_blocks` blocks in every layer. ModelError when the memory cannot be had."""
         if num_blocks < 1:
             raise ModelError(f"a KV pool of {num_blocks} blocks cannot hold a token; give it more room: --kv-memory")
         rows = num_blocks + 1
+
+        def zeros(num_heads: int, dim: int) -> torch.Tensor:
+            if head_major:
+                return torch.zeros(num_heads, rows, block_size, dim, dtype=dtype, device=device).permute(1, 2, 0, 3)
+            return torch.zeros(rows, block_size, num_heads, dim, dtype=dtype, device=device)
+
         try:
-            keys = [torch.zeros(rows, block_size, g.num_kv_heads, g.key_dim, dtype=dtype, device=device)
-                    for g in layers]
-            values = [torch.zeros(rows, block_size, g.num_kv_heads, g.value_dim, dtype=dtype, device=device)
-                      for g in layers]
+            keys = [zeros(g.num_kv_heads, g.key_dim) for g in layers]
+            values = [zeros(g.num_kv_heads, g.value_dim) for g in layers]
         except (RuntimeError, MemoryError) as error:   # torch.OutOfMemoryError is a RuntimeError; the CPU's is plain
             wanted = rows * block_size * sum(g.elements_per_token() for g in layers) * dtype.itemsize
             raise ModelError(f"{wanted / 2**30:.1f} GiB for {num_blocks} KV blocks cannot be had on {device}; "
                              "lower --kv-memory") from error
-        return cls(block_size, num_blocks, tuple(keys), tuple(values))
+        return cls(block_size, num_blocks, tuple(keys), tuple(values), head_major)
 
     @property
     def blank_block(self) -> int:
@@ -55,10 +66,29 @@ class KVStorage:
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put rows of keys [n, kv_head, key_dim] and values at `slots` [n]: slot = block id * block_size + i."""
         for store, rows in ((self.keys[layer], keys), (self.values[layer], values)):
-            store.view(-1, *store.shape[2:]).index_copy_(0, slots, rows.to(store.dtype))
+            if self.head_major:
+                heads = store.permute(2, 0, 1, 3).flatten(1, 2)    # contiguous, so a view
+                heads.index_copy_(1, slots, rows.transpose(0, 1).to(store.dtype))
+            else:
+                store.view(-1, *store.shape[2:]).index_copy_(0, slots, rows.to(store.dtype))
 
     def gather(self, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of these blocks [n], end to end: keys [n * block_size, kv_head, key_dim] and values, in `dtype`."""
-        keys, values = (store.index_select(0, block_ids).view(-1, *store.shape[2:]).to(dtype)
+        keys, values = (store.index_select(0, block_ids).flatten(0, 1).to(dtype)
                         for store in (self.keys[layer], self.values[layer]))
         return keys, values
+
+    def gather_heads(self, layer: int, block_ids: torch.Tensor,
+                     dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same copy head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`."""
+        if not self.head_major:
+            keys, values = self.gather(layer, block_ids, dtype)
+            return keys.transpose(0, 1), values.transpose(0, 1)
+        keys, values = (store.permute(2, 0, 1, 3).index_select(1, block_ids).flatten(1, 2).to(dtype)
+                        for store in (self.keys[layer], self.values[layer]))
+        return keys, values
+
+    def clear(self, layer: int, block_ids: torch.Tensor) -> None:
+        """Zero these blocks [n] whole."""
+        self.keys[layer].index_fill_(0, block_ids, 0)
+        self.values[layer].index_fill_(0, block_ids, 0)

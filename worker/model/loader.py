@@ -5,6 +5,7 @@ Owns the choice of dtype and device, and the refusal of what cannot be served. N
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 
 from worker.model.attention import ATTENTION_NAME, register_attention
+from worker.model.compact_builder import NotCompact, build_compact
+from worker.model.compact_decoder import CompactDecoder
 from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
 from worker.model.layer_survey import survey_layers
+from worker.model.linear import multiplies_bf16
 from worker.model.model_error import ModelError
 from worker.model.model_folder import ModelFolder, default_cache_dir, file_sha256, open_folder, read_config
 from worker.model.model_spec import ModelSpec
@@ -24,6 +28,8 @@ from worker.model.paged_model import PagedModel
 from worker.model.strict_attention import KEY_TILE
 
 __all__ = ["KVStorage", "ModelError", "ModelFolder", "PagedModel", "load_model", "resolve_model"]
+
+logger = logging.getLogger("headstart.model")
 
 _KV_DTYPES = ("float32", "bfloat16", "float16")
 _LATER_KV_DTYPES = ("int8", "fp8", "k8v4", "int4")
@@ -75,7 +81,20 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
         vocab_size=int(model.config.vocab_size), eos_token_ids=_eos_token_ids(model),
         kv_bytes_per_token=sum(layer.elements_per_token() for layer in layers) * stored_as.itemsize,
         dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device))
-    return PagedModel(model, spec, exactness=exactness, block_size=block_size)
+    compact = None
+    if exactness == "fast":
+        model, compact = _compact(folder, model)
+    return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact)
+
+
+def _compact(folder: ModelFolder, model: Any) -> tuple[Any, CompactDecoder | None]:
+    """The model in few operators where it is of a kind we know; else None, and the model as transformers runs it."""
+    dtype, device = model.dtype, model.device
+    try:
+        return model, build_compact(model, device)
+    except NotCompact as reason:
+        logger.warning("%s runs through transformers' own modules, slower: %s", folder.name, reason)
+        return (_load_weights(folder, dtype, device) if reason.consumed else model), None
 
 
 def _resolve_gguf(path: Path, cache: Path, chat_template: Path | None) -> ModelFolder:
@@ -165,12 +184,7 @@ def _dtype_of(dtype: str, exactness: str, device: torch.device) -> torch.dtype:
         return torch.float32
     if dtype != "auto":
         return _named(dtype)
-    return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bf16() else torch.float32
-
-
-def _cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 products; without them bf16 is slower than fp32."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if device.type == "cuda" or multiplies_bf16(device) else torch.float32
 
 
 def _kv_dtype_of(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:

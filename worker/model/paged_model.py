@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from worker.model.batch_layout import BatchLayout
+from worker.model.compact_decoder import CompactDecoder
 from worker.model.fast_attention import FastAttention
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
@@ -23,8 +24,12 @@ from worker.model.strict_attention import ROW_MULTIPLE, StrictAttention
 class PagedModel:
     """Runs one ForwardBatch at a time over a KVStorage made by `make_storage`."""
 
-    def __init__(self, model: Any, spec: ModelSpec, *, exactness: str, block_size: int) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, *, exactness: str, block_size: int,
+                 compact: CompactDecoder | None = None) -> None:
+        """`compact` computes in place of `model`, which then has no weights of its own."""
+        assert compact is None or exactness == "fast", "strict mode runs transformers' own modules"
         self.spec = spec
+        self._compact = compact
         self.exactness = exactness
         self.block_size = block_size
         self._model = model
@@ -34,7 +39,8 @@ class PagedModel:
     def make_storage(self, num_blocks: int) -> KVStorage:
         """Room for `num_blocks` blocks in every layer. Raises ModelError when the memory cannot be had."""
         return KVStorage.allocate(self.spec.layers, num_blocks=num_blocks, block_size=self.block_size,
-                                  dtype=self._kv_dtype, device=self._device)
+                                  dtype=self._kv_dtype, device=self._device,
+                                  head_major=self.exactness == "fast" and self._device.type == "cpu")
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
@@ -45,6 +51,8 @@ class PagedModel:
         layout = BatchLayout.build(batch, block_size=self.block_size, device=self._device,
                                    row_multiple=ROW_MULTIPLE if strict else 1)
         attention_pass = StrictAttention(layout, storage) if strict else FastAttention(layout, storage)
+        if self._compact is not None:
+            return self._compact.logits(layout, attention_pass)[:layout.num_logits].float()
         inputs = {"input_ids": layout.token_ids, "position_ids": layout.position_ids, "use_cache": False,
                   "attention_pass": attention_pass}
         if layout.num_logits == 0:

@@ -1,0 +1,194 @@
+"""Takes a transformers model apart into a CompactDecoder, if it is of a kind that this reads, and checks the result.
+
+A model qualifies by the names of its parts, and then by arithmetic: a few positions are computed both ways before the
+transformers model's weights are given up. What does not qualify is served through transformers' modules, with a note.
+Never guesses: a part it does not know ends the attempt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from worker.model.attention import AttentionCall
+from worker.model.batch_layout import BatchLayout
+from worker.model.compact_decoder import AttentionPart, CompactDecoder, CompactLayer, Norm, Rope
+from worker.model.linear import ACTIVATIONS, Linear, fastest_linear
+
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_MORE_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_PROBE_POSITIONS = (0, 1, 5, 6, 40, 41, 42, 90)
+# The largest difference of a right conversion's logits, as a share of their spread; a wrong one is off by about 1.
+# In bf16 transformers' own Gemma 3 270M is 13% off its float32 self, and 10% off ours, which is 4% off.
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+
+
+class NotCompact(Exception):
+    """Why a model stays with transformers' modules. `consumed`: its weights are gone and must be loaded again."""
+
+    def __init__(self, why: str, *, consumed: bool = False) -> None:
+        super().__init__(why)
+        self.consumed = consumed
+
+
+@dataclass(slots=True)
+class _DensePass:
+    """An AttentionPass without storage: every row sees itself and the rows before it. Remembers the calls."""
+
+    calls: dict[int, AttentionCall] = field(default_factory=dict)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls[call.layer] = call
+        group = call.query.shape[0] // call.key.shape[0]
+        key, value = (each.repeat_interleave(group, 0).float() for each in (call.key, call.value))
+        scores = call.query.float() @ key.transpose(1, 2) * call.scaling
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        return (weights @ value).to(call.query.dtype).transpose(0, 1).contiguous()
+
+
+@torch.inference_mode()
+def build_compact(model: Any, device: torch.device) -> CompactDecoder:
+    """A decoder that owns `model`'s weights; `model` loses them as it goes, so that no layer is held twice."""
+    base, config = model.base_model, model.config
+    layers = list(getattr(base, "layers", ()))
+    for layer in layers:
+        _check_layer(layer)
+    layout = _probe_layout(int(config.vocab_size), device)
+    seen = _DensePass()
+    expected = model(input_ids=layout.token_ids, position_ids=layout.position_ids, use_cache=False,
+                     attention_pass=seen, logits_to_keep=layout.logits_rows).logits[0].float()
+    ropes, kinds = _ropes(base.rotary_emb, config)
+    _check_calls(seen.calls, len(layers), *ropes[0](expected.new_zeros(1, 1), layout.position_ids))
+    decoder = CompactDecoder(
+        embed=base.embed_tokens, embedding_multiplier=float(getattr(config, "embedding_multiplier", 1.0)),
+        ropes=ropes, layers=tuple(_take_layer(layer, seen.calls[index], kinds[index], config)
+                     for index, layer in enumerate(layers)),
+        final_norm=_norm(base.norm), head=_take_head(model),
+        logits_scaling=float(getattr(config, "logits_scaling", 1.0)),
+        logits_softcap=getattr(config, "final_logit_softcapping", None))
+    found = decoder.logits(layout, _DensePass()).float()
+    error = float((found - expected).std() / expected.std())
+    if not error <= _PROBE_TOLERANCE[base.embed_tokens.weight.dtype]:    # NaN is an error too
+        raise NotCompact(f"its logits would differ by {error:.1%} of their spread", consumed=True)
+    return decoder
+
+
+def _probe_layout(vocab_size: int, device: torch.device) -> BatchLayout:
+    """A few rows far apart, all wanted, nothing to write."""
+    rows = torch.arange(len(_PROBE_POSITIONS), device=device)
+    return BatchLayout(device, len(rows), (), token_ids=((rows * 7919 + 13) % vocab_size).unsqueeze(0),
+                       position_ids=torch.tensor([_PROBE_POSITIONS], device=device), write_rows=rows[:0],
+                       write_slots=rows[:0], logits_rows=rows, num_logits=len(rows))
+
+
+def _names(module: torch.nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _check_layer(layer: Any) -> None:
+    """NotCompact unless every part is known by name, and every product is a plain one."""
+    names = _names(layer)
+    if names not in (_LAYER_PARTS, _LAYER_PARTS | _MORE_NORMS):
+        raise NotCompact(f"{type(layer).__name__} has parts of another kind")
+    attention, mlp = layer.self_attn, layer.mlp
+    if _names(attention) not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS) or _names(mlp) != _MLP_PARTS:
+        raise NotCompact(f"{type(attention).__name__} or {type(mlp).__name__} has parts of another kind")
+    products = [getattr(attention, name) for name in _ATTENTION_PARTS]
+    products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if any(type(product) is not torch.nn.Linear for product in products):
+        raise NotCompact(f"a product in {type(layer).__name__} is not a plain linear layer")
+    if len({product.bias is None for product in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
+        raise NotCompact("only some of queries, keys and values have a bias")
+
+
+def _check_calls(calls: dict[int, AttentionCall], num_layers: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """NotCompact unless every layer attends, with heads as wide as the rope and values as wide as keys."""
+    if not num_layers or sorted(calls) != list(range(num_layers)):
+        raise NotCompact("its layers do not attend in order")
+    for call in calls.values():
+        if not call.query.shape[-1] == call.value.shape[-1] == cos.shape[-1] == sin.shape[-1]:
+            raise NotCompact("rope turns a part of each head only, or values are not as wide as keys")
+
+
+def _ropes(module: Any, config: Any) -> tuple[tuple[Rope, ...], list[int]]:
+    """The model's ropes, and each layer's index into them."""
+    if "layer_type" not in inspect.signature(module.forward).parameters:
+        return (lambda x, position_ids: module(x, position_ids),), [0] * int(config.num_hidden_layers)
+    kinds = list(dict.fromkeys(config.layer_types))
+    ropes = tuple(partial(_rope_of_kind, module, kind) for kind in kinds)
+    return ropes, [kinds.index(kind) for kind in config.layer_types]
+
+
+def _rope_of_kind(module: Any, kind: str, x: torch.Tensor,
+                  position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    turned: tuple[torch.Tensor, torch.Tensor] = module(x, position_ids, kind)
+    return turned
+
+
+def _take_layer(layer: Any, call: AttentionCall, rope: int, config: Any) -> CompactLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    has_head_norms, has_more_norms = hasattr(attention, "q_norm"), hasattr(layer, "pre_feedforward_layernorm")
+    part = AttentionPart(
+        layer=call.layer, num_heads=call.query.shape[0], num_kv_heads=call.key.shape[0],
+        head_dim=call.query.shape[-1], scaling=call.scaling, window=call.window, softcap=call.softcap, rope=rope,
+        qkv=_take(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=_norm(attention.q_norm) if has_head_norms else None,
+        key_norm=_norm(attention.k_norm) if has_head_norms else None)
+    after_attention = _norm(layer.post_attention_layernorm)
+    return CompactLayer(
+        attention=part, before_attention=_norm(layer.input_layernorm), attention_out=_take(attention.o_proj),
+        after_attention=after_attention if has_more_norms else None,
+        before_mlp=_norm(layer.pre_feedforward_layernorm) if has_more_norms else after_attention,
+        gate=_take(mlp.gate_proj), up=_take(mlp.up_proj), down=_take(mlp.down_proj),
+        after_mlp=_norm(layer.post_feedforward_layernorm) if has_more_norms else None,
+        activation=_activation(config), residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)))
+
+
+def _activation(config: Any) -> str:
+    name = str(getattr(config, "hidden_activation", None) or config.hidden_act)
+    if name not in ACTIVATIONS:
+        raise NotCompact(f"its activation is {name!r}", consumed=True)
+    return name
+
+
+def _take(*modules: torch.nn.Linear) -> Linear:
+    """The modules as one, which then holds the only copy of their weights."""
+    made = fastest_linear([module.weight.data for module in modules],
+                          [None if module.bias is None else module.bias.data for module in modules])
+    for module in modules:
+        module.weight.data = module.weight.data.new_empty(0)
+    return made
+
+
+def _take_head(model: Any) -> Linear:
+    head = model.get_output_embeddings()
+    if head.weight is model.base_model.embed_tokens.weight:    # tied: the embedding stays as it is
+        return fastest_linear([head.weight.data], [None if head.bias is None else head.bias.data])
+    return _take(head)
+
+
+def _norm(module: Any) -> Norm:
+    """The module as torch's fused operator: weights as they are (Llama), or counted from one (Gemma)."""
+    weight, eps = module.weight.data, getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    shape = tuple(weight.shape)
+    x = torch.linspace(-2, 3, weight.numel(), device=weight.device, dtype=weight.dtype)
+    expected = module(x).float()
+    for candidate in (weight, 1.0 + weight.float()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")    # torch says, once, that float weights take a slower path
+            found = functional.rms_norm(x, shape, candidate, eps).float()
+        if torch.allclose(found, expected, rtol=2e-2, atol=1e-3):
+            return partial(functional.rms_norm, normalized_shape=shape, weight=candidate, eps=eps)
+    raise NotCompact(f"{type(module).__name__} is a norm of another kind", consumed=True)
