@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.routing.endpoint import EndpointView, Knowledge
-from gateway.routing.load_ledger import Booking, LoadLedger, LoadView
+from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
@@ -93,7 +93,7 @@ class SimGateway:
         """The worker's answer to a poll arrived."""
         known = self._known[worker_id]
         known.report, known.own_load_at_report = report, self._ledger.load(worker_id)
-        self._views[known.position] = self._view(worker_id)
+        self._renew(worker_id)
 
     def changes(self, worker_id: str, seq: int, changes: Sequence[Change]) -> bool:
         """A batch of cache events arrived. False: one before it was lost, so a snapshot must be fetched."""
@@ -109,7 +109,7 @@ class SimGateway:
         self.num_gaps += 1
         known.in_sequence = False
         self._index.purge(worker_id)
-        self._views[known.position] = self._view(worker_id)
+        self._renew(worker_id)
         return False
 
     def restart(self, worker_id: str, next_seq: int, snapshot: Sequence[Change]) -> None:
@@ -118,7 +118,7 @@ class SimGateway:
         known.next_seq, known.in_sequence = next_seq, True
         self._index.purge(worker_id)
         self._apply(worker_id, snapshot)
-        self._views[known.position] = self._view(worker_id)
+        self._renew(worker_id)
 
     def _apply(self, worker_id: str, changes: Sequence[Change]) -> None:
         for change in changes:
@@ -144,7 +144,11 @@ class SimGateway:
 
     def _load_changed(self, worker_id: str) -> None:
         self._loads[worker_id] = self._ledger.load(worker_id)
-        self._views[self._known[worker_id].position] = self._view(worker_id)
+        self._renew(worker_id)
+
+    def _renew(self, worker_id: str) -> None:
+        view = self._views[self._known[worker_id].position] = self._view(worker_id)
+        self.policy.endpoint_changed(view, self._loads.get(worker_id, NO_LOAD))
 
     def _view(self, worker_id: str) -> EndpointView:
         """The last report, less what of ours has ended since."""

@@ -25,6 +25,7 @@ OUTPUT_TOKENS_FROM = 1 << 31   # ids of generated tokens: never those of a promp
 SKIPPED_STEPS_MAX = 4096
 RATE_DECAY = 0.9
 PREFILL_SAMPLE_TOKENS_MIN = 32
+WARM_UP_TOKENS = 1024
 
 
 class Report(NamedTuple):
@@ -74,9 +75,10 @@ class SimWorker:
         self._plain_ends: list[float] = []   # instants at which the skipped-over steps end, and their lengths
         self._plain_lengths: list[float] = []
         self._ticket = 0                     # of the wake-up that counts; earlier ones are stale
-        self._prefill_tokens = 0.0
-        self._prefill_s = 0.0
-        self._decode_step_s = 0.0
+        # As after the warm-up of a worker that has been up for a while.
+        self._prefill_tokens = float(WARM_UP_TOKENS)
+        self._prefill_s = model.prefill_s(WARM_UP_TOKENS)
+        self._decode_step_s = model.decode_step_s(1, WARM_UP_TOKENS)
 
     def submit(self, request: SimRequest) -> bool:
         """A request arrives now; False when it can never fit."""
@@ -95,10 +97,9 @@ class SimWorker:
         """As of now."""
         self.observe()
         scheduler, pool = self.scheduler, self.pool
-        prefill_rate = self._prefill_tokens / self._prefill_s if self._prefill_s > 0 else 0.0
         return Report(scheduler.num_running, scheduler.num_waiting, scheduler.waiting_prefill_tokens,
                       scheduler.running_prefill_tokens, scheduler.decode_context_tokens, pool.num_blocks,
-                      pool.num_free, pool.num_idle, prefill_rate, self._decode_step_s)
+                      pool.num_free, pool.num_idle, self._prefill_tokens / self._prefill_s, self._decode_step_s)
 
     def observe(self) -> None:
         """Bring the scheduler up to the steps that have ended by now."""
@@ -194,8 +195,7 @@ class SimWorker:
     def _learn(self, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
         """Running estimates of speed, as worker.engine.timings reports them."""
         if not prefill_tokens and decode_rows:
-            past = self._decode_step_s or step_s
-            self._decode_step_s = RATE_DECAY * past + (1 - RATE_DECAY) * step_s
+            self._decode_step_s = RATE_DECAY * self._decode_step_s + (1 - RATE_DECAY) * step_s
         elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
             decode_s = self._decode_step_s if decode_rows else 0.0
             own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)

@@ -4,14 +4,19 @@ the worker's, and one seed gives one report."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from gateway.routing.endpoint import EndpointView
 from gateway.routing.event_applier import EventApplier
-from gateway.routing.prefix_index import PrefixIndex
+from gateway.routing.load_ledger import LoadView
+from gateway.routing.picker import NoEndpoint, PickInput, pick
+from gateway.routing.prefix_index import Match, PrefixIndex
 from loadtests.sim.block_store import HashJournal, Removed, SimPool, Stored
 from loadtests.sim.cost_model import MODELS
 from loadtests.sim.policies import POLICIES
+from loadtests.sim.shortlist import Shortlist
 from loadtests.sim.sim_request import requests_of, scheme_of
 from loadtests.sim.simulation import SimulationPlan, prepare, report_of, run_policy
 from loadtests.traces import Trace, TraceRequest, load_trace
@@ -134,6 +139,31 @@ def _occupy(pool: BlockPool, tokens: list[int], seq_id: int) -> None:
         held = pool.seal(block_id, chain.blocks[len(table)], parent=table[-1] if table else None)
         table.append(block_id if held is None else held)
     pool.release(table)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_shortlist_changes_no_decision(seed: int) -> None:
+    draw = random.Random(seed)
+    views, loads, matches = [], {}, {}
+    for number in range(draw.randint(2, 90)):
+        name = f"w{number}"
+        views.append(EndpointView(name, "e", block_size=64, prefill_tokens_per_s=draw.choice((3e4, 2e4, 0.0)),
+                                  decode_step_s=draw.choice((0.01, 0.02, 0.0)), blocks_total=1000,
+                                  blocks_free=draw.choice((0, 5, 500)), blocks_cached=draw.choice((0, 40, 400)),
+                                  num_running=draw.randrange(6), num_waiting=draw.randrange(2),
+                                  waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
+                                  decode_context_tokens=draw.choice((0, 9000))))
+        if draw.random() < 0.7:
+            loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)))
+        if draw.random() < 0.3:
+            matches[name] = Match(draw.randrange(40), draw.randrange(3))
+    given = PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random())
+    narrowed = Shortlist(views, loads).narrow(given)
+    ours, whole = pick(replace(given, endpoints=narrowed)), pick(given)
+    assert not isinstance(ours, NoEndpoint)
+    assert not isinstance(whole, NoEndpoint)
+    assert (ours.endpoint_id, ours.matched_tokens) == (whole.endpoint_id, whole.matched_tokens)
+    assert len(narrowed) < len(views) or len(views) < 6
 
 
 def test_a_step_costs_what_it_computes() -> None:

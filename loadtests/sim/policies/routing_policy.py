@@ -6,9 +6,13 @@ keep state; what it knows of caches and loads comes in as the server's PickInput
 
 from __future__ import annotations
 
-from gateway.routing.load_ledger import NO_LOAD
+from dataclasses import replace
+
+from gateway.routing.endpoint import EndpointView
+from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision, decide
 from gateway.routing.policies import policy_named
+from loadtests.sim.shortlist import ENDPOINTS_MIN, Shortlist
 from loadtests.sim.sim_request import SimRequest
 
 
@@ -28,6 +32,9 @@ class RoutingPolicy:
         """For policies that only say which of `given.endpoints`."""
         raise AssertionError(f"policy {self.name!r} overrides neither choose() nor position()")
 
+    def endpoint_changed(self, view: EndpointView, load: LoadView) -> None:
+        """What is known of this endpoint, or booked there, is another now."""
+
     def booked(self, request: SimRequest, worker_id: str) -> None:
         """It was sent there."""
 
@@ -45,9 +52,18 @@ class ServerPolicy(RoutingPolicy):
         self.name = name
         self.uses_index = uses_index
         self._policy = policy_named(name)
+        self._shortlist: Shortlist | None = None
 
     def choose(self, given: PickInput, request: SimRequest) -> RoutingDecision | NoEndpoint:
-        return self._policy(given)
+        if not self.uses_index or len(given.endpoints) < ENDPOINTS_MIN:
+            return self._policy(given)
+        if self._shortlist is None:
+            self._shortlist = Shortlist(given.endpoints, given.loads)
+        return self._policy(replace(given, endpoints=self._shortlist.narrow(given)))
+
+    def endpoint_changed(self, view: EndpointView, load: LoadView) -> None:
+        if self._shortlist is not None:
+            self._shortlist.update(view, load)
 
 
 def num_inflight(given: PickInput) -> list[int]:
