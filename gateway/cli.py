@@ -36,6 +36,8 @@ COMMANDS = {
     "worker": Command("worker.cli:main", "one model server", "headstart worker --model smollm2 --port 8100", "torch"),
     "check": Command("gateway.check:main", "does the prefix cache behind an address work?",
                      "headstart check http://127.0.0.1:8000"),
+    "simulate": Command("loadtests.sim.command:main", "routing policies on a trace, in virtual time",
+                        "headstart simulate llm_d --workers 8 --policy all"),
 }
 
 

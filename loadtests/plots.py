@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -49,5 +49,30 @@ def draw_demo(report: DemoReport, output: Path) -> None:
         right.legend(frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=130)
+    plt.close(figure)
+
+
+def draw_simulation(report: dict[str, Any], output: Path) -> None:
+    """TTFT by policy (bars at p50, dots at p90 and p99, logarithmic) and hit tokens beside the best cache's."""
+    policies = sorted(report["policies"], key=lambda policy: float(policy["ttft_p99_s"]))
+    names = [policy["policy"] for policy in policies]
+    colours = [COLOURS["warm"] if name == "headstart" else COLOURS["cold"] for name in names]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), constrained_layout=True)
+    left.bar(names, [policy["ttft_p50_s"] for policy in policies], color=colours, width=0.6)
+    for index, policy in enumerate(policies):
+        left.vlines(index, policy["ttft_p50_s"], policy["ttft_p99_s"], color=INK, linewidth=1)
+        left.scatter([index, index], [policy["ttft_p90_s"], policy["ttft_p99_s"]], color=INK, s=14, zorder=3)
+    left.set_yscale("log")
+    left.set_ylabel("time to first token, s (bar p50, dots p90 and p99)")
+    left.set_title(f"{report['trace']}, {report['workers']} workers, {report['rate_per_s']:.2f} requests/s")
+    right.bar(names, [policy["hit_token_ratio"] for policy in policies], color=colours, width=0.6)
+    right.axhline(policies[0]["one_cache_hit_token_ratio"], color=INK, linewidth=1, linestyle="--")
+    right.annotate("one cache as large as all", (len(names) - 0.5, policies[0]["one_cache_hit_token_ratio"]),
+                   ha="right", va="bottom", fontsize=8, color=INK)
+    right.set_ylabel("share of prompt tokens found cached")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", rotation=35)
     figure.savefig(output, dpi=130)
     plt.close(figure)

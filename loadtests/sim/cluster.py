@@ -1,0 +1,142 @@
+"""A simulated cluster: gateways and workers joined by a network with delays and losses.
+
+Owns who talks to whom and how late. It must never decide: gateways route, workers schedule.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loadtests.sim.block_store import Change
+from loadtests.sim.clock import VirtualClock
+from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
+from loadtests.sim.policies.routing_policy import RoutingPolicy
+from loadtests.sim.sim_gateway import SimGateway
+from loadtests.sim.sim_request import SimRequest, requests_of, scheme_of
+from loadtests.sim.sim_worker import SimWorker, WorkerListener
+from loadtests.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Delays are one way. `event_loss_ratio` of the batches never arrive; the hole is found by the next batch, and a
+    snapshot follows after `resync_s`. `coalesce` False runs every decode step by itself."""
+
+    num_workers: int = 8
+    blocks_per_worker: int = 4096
+    model: CostModel = MODELS[DEFAULT_MODEL]
+    num_gateways: int = 1
+    seed: int = 0
+    network_s: float = 0.0005
+    event_delay_s: float = 0.002
+    event_loss_ratio: float = 0.0
+    resync_s: float = 0.1
+    poll_interval_s: float = 1.0
+    coalesce: bool = True
+
+
+class Cluster:
+    """Runs one trace under one policy. `new_policy` makes a policy for each gateway."""
+
+    def __init__(self, trace: Trace, settings: ClusterSettings, new_policy: Callable[[], RoutingPolicy]) -> None:
+        self.settings = settings
+        self.requests = requests_of(trace)
+        self.clock = VirtualClock()
+        scheme = scheme_of(trace)
+        self.workers = [SimWorker(f"w{number:04d}", self.clock, settings.model,
+                                  num_blocks=settings.blocks_per_worker, scheme=scheme,
+                                  listener=self._listener(number), coalesce=settings.coalesce)
+                        for number in range(settings.num_workers)]
+        self._worker_of = {worker.worker_id: worker for worker in self.workers}
+        self.gateways = [SimGateway([worker.worker_id for worker in self.workers],
+                                    new_policy(), scheme,
+                                    seed=settings.seed * 7919 + number, first_report=self.workers[0].report())
+                         for number in range(settings.num_gateways)]
+        self._losses = random.Random(settings.seed)
+        self._uses_index = self.gateways[0].policy.uses_index
+        self._num_batches = dict.fromkeys(self._worker_of, 0)
+        self.num_done = 0
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Until every request has ended."""
+        total = len(self.requests)
+        self._arrive_next(0)
+        for number, worker in enumerate(self.workers):
+            self._poll_later(worker, self.settings.poll_interval_s * (number + 1) / len(self.workers))
+        step, shown = self.clock.step, 0
+        while self.num_done < total:
+            step()
+            if progress is not None and self.num_done > shown:
+                shown = self.num_done
+                progress(shown, total)
+
+    def _arrive_next(self, index: int) -> None:
+        """One arrival in the queue at a time: a quarter of a million would only make every event dearer."""
+        if index < len(self.requests):
+            request = self.requests[index]
+            self.clock.at(request.arrives_at, lambda: self._arrive(request))
+
+    def _gateway_of(self, request: SimRequest) -> SimGateway:
+        return self.gateways[request.index % len(self.gateways)]
+
+    def _arrive(self, request: SimRequest) -> None:
+        self._arrive_next(request.index + 1)
+        decision = self._gateway_of(request).route(request, self.clock.now)
+        request.worker_id, request.predicted_tokens = decision.endpoint_id, decision.matched_tokens
+        worker = self._worker_of[decision.endpoint_id]
+        self.clock.after(self.settings.network_s, lambda: self._submit(worker, request))
+
+    def _submit(self, worker: SimWorker, request: SimRequest) -> None:
+        if not worker.submit(request):
+            request.failed = True
+            self.clock.after(self.settings.network_s, lambda: self._end(request))
+
+    def _end(self, request: SimRequest) -> None:
+        request.ended_at = self.clock.now
+        self._gateway_of(request).ended(request)
+        self.num_done += 1
+
+    def _listener(self, number: int) -> WorkerListener:
+        clock, network_s = self.clock, self.settings.network_s
+
+        def first_token(request: SimRequest, cached_tokens: int) -> None:
+            request.cached_tokens = cached_tokens
+            request.first_token_at = clock.now + network_s
+            clock.after(network_s, lambda: self._gateway_of(request).first_token(request))
+
+        def finished(request: SimRequest) -> None:
+            clock.after(network_s, lambda: self._end(request))
+
+        return WorkerListener(first_token, finished, lambda changes: self._publish(self.workers[number], changes))
+
+    def _publish(self, worker: SimWorker, changes: list[Change]) -> None:
+        if not self._uses_index:
+            return
+        seq = self._num_batches[worker.worker_id]
+        self._num_batches[worker.worker_id] = seq + 1
+        for gateway in self.gateways:
+            if self.settings.event_loss_ratio and self._losses.random() < self.settings.event_loss_ratio:
+                continue
+            self.clock.after(self.settings.event_delay_s, self._delivery(gateway, worker, seq, changes))
+
+    def _delivery(self, gateway: SimGateway, worker: SimWorker, seq: int,
+                  changes: list[Change]) -> Callable[[], None]:
+        def deliver() -> None:
+            if not gateway.changes(worker.worker_id, seq, changes):
+                self.clock.after(self.settings.resync_s, lambda: self._resync(gateway, worker))
+        return deliver
+
+    def _resync(self, gateway: SimGateway, worker: SimWorker) -> None:
+        worker.observe()
+        gateway.restart(worker.worker_id, self._num_batches[worker.worker_id], worker.pool.snapshot())
+
+    def _poll_later(self, worker: SimWorker, delay_s: float) -> None:
+        self.clock.after(delay_s, lambda: self._poll(worker))
+
+    def _poll(self, worker: SimWorker) -> None:
+        report = worker.report()
+        for gateway in self.gateways:
+            gateway.reported(worker.worker_id, report)
+        self._poll_later(worker, self.settings.poll_interval_s)

@@ -1,0 +1,131 @@
+"""What a run gave: the keys of `simulate --json`, and what the best cache could have given.
+
+Owns the arithmetic over finished requests, and the two yardsticks: an infinite cache, and one LRU cache as large as
+all workers together. It must never run anything.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+
+from loadtests.sim.cluster import Cluster
+from loadtests.sim.cost_model import CostModel
+from loadtests.traces import Trace
+
+REFERENCE_STREAMS = 32   # that share a decode step, when saturation is computed
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """Seconds, tokens and ratios of one policy. `max_mean_load`: positions computed by the busiest worker against
+    the mean; `max_mean_requests` the same by requests. `failed` requests fit no worker and count nowhere else."""
+
+    policy: str
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    ttft_max_s: float
+    hit_token_ratio: float
+    ideal_hit_token_ratio: float
+    max_mean_load: float
+    requests: int
+    failed: int
+    one_cache_hit_token_ratio: float
+    request_mean_s: float
+    request_p99_s: float
+    max_mean_requests: float
+    preemptions: int
+    busy_ratio: float
+    span_s: float
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBounds:
+    """Share of the prompt tokens that a cache of that kind holds when asked in order of arrival."""
+
+    infinite_ratio: float
+    one_cache_ratio: float
+
+
+def result_of(cluster: Cluster, policy: str, bounds: CacheBounds) -> PolicyResult:
+    """Of a run that has ended."""
+    done = [request for request in cluster.requests if not request.failed and request.first_token_at is not None
+            and request.ended_at is not None]
+    ttft = sorted((request.first_token_at or 0.0) - request.arrives_at for request in done)
+    whole = sorted((request.ended_at or 0.0) - request.arrives_at for request in done)
+    prompt = sum(request.prompt_tokens for request in done)
+    counted = {worker.worker_id: 0 for worker in cluster.workers}
+    for request in done:
+        counted[request.worker_id] += 1
+    span_s = cluster.clock.now
+    return PolicyResult(
+        policy=policy, ttft_mean_s=_mean(ttft), ttft_p50_s=quantile(ttft, 0.5), ttft_p90_s=quantile(ttft, 0.9),
+        ttft_p95_s=quantile(ttft, 0.95), ttft_p99_s=quantile(ttft, 0.99), ttft_max_s=ttft[-1] if ttft else 0.0,
+        hit_token_ratio=sum(request.cached_tokens for request in done) / max(1, prompt),
+        ideal_hit_token_ratio=bounds.infinite_ratio,
+        max_mean_load=_max_mean([worker.scheduler.counters.computed_positions for worker in cluster.workers]),
+        requests=len(done), failed=len(cluster.requests) - len(done),
+        one_cache_hit_token_ratio=bounds.one_cache_ratio, request_mean_s=_mean(whole),
+        request_p99_s=quantile(whole, 0.99), max_mean_requests=_max_mean(list(counted.values())),
+        preemptions=sum(worker.scheduler.counters.preemptions for worker in cluster.workers),
+        busy_ratio=sum(worker.busy_s for worker in cluster.workers) / max(1e-9, span_s) / len(cluster.workers),
+        span_s=span_s)
+
+
+def cache_bounds(trace: Trace, num_blocks: int) -> CacheBounds:
+    """What an infinite cache and one LRU cache of `num_blocks` would hit, in tokens, at most prompt - 1 each."""
+    prompt = sum(request.prompt_tokens for request in trace.requests)
+    return CacheBounds(_hit_tokens(trace, None) / max(1, prompt), _hit_tokens(trace, num_blocks) / max(1, prompt))
+
+
+def saturation_rate(trace: Trace, model: CostModel, *, num_workers: int, tokens_per_worker: int,
+                    hit_ratio: float) -> float:
+    """Requests per second at which the workers have no idle second left, if `hit_ratio` of the tokens are hits.
+
+    A request needs its uncached prefill, and its share of decode steps of REFERENCE_STREAMS streams, or of as many
+    mean requests as the pool holds where those are fewer.
+    """
+    held = sum(request.prompt_tokens + request.output_tokens for request in trace.requests) / len(trace.requests)
+    streams = max(1, min(REFERENCE_STREAMS, int(tokens_per_worker / held)))
+    seconds = 0.0
+    for request in trace.requests:
+        cached = int(request.prompt_tokens * hit_ratio)
+        seconds += (model.prefill_s(request.prompt_tokens, cached) - model.floor_s
+                    + request.output_tokens * model.decode_step_s(streams, request.prompt_tokens) / streams)
+    return num_workers * len(trace.requests) / seconds
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """Of an ascending list, the nearest rank; 0 of an empty one."""
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))] if ordered else 0.0
+
+
+def _hit_tokens(trace: Trace, num_blocks: int | None) -> int:
+    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    num_tokens = 0
+    for request in trace.requests:
+        places = list(enumerate(request.block_ids))
+        depth = 0
+        while depth < len(places) and places[depth] in held:
+            depth += 1
+        num_tokens += min(depth * trace.block_size, request.prompt_tokens - 1)
+        for place in reversed(places):   # the tail is forgotten first
+            held[place] = None
+            held.move_to_end(place)
+        while num_blocks is not None and len(held) > num_blocks:
+            held.popitem(last=False)
+    return num_tokens
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _max_mean(values: list[int]) -> float:
+    return max(values) * len(values) / sum(values) if sum(values) else 1.0

@@ -1,0 +1,81 @@
+"""For large fleets: the few endpoints that can win a pick, found with numpy; the real picker prices only those.
+
+Owns a table of the figures that cost.py reads, one row an endpoint. Its estimate of a cost is cost.py's formula on
+vectors; whoever comes within reach of the lowest estimate goes to gateway.routing.picker.pick, which decides. Tests
+hold the decision equal to that over the whole fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gateway.routing import cost
+from gateway.routing.endpoint import EndpointView
+from gateway.routing.load_ledger import NO_LOAD, LoadView
+from gateway.routing.picker import TIE_RATIO, TIE_S, PickInput
+
+# Wider than the picker's ties by more than the estimate's rounding.
+SLACK_RATIO = 1e-6
+ENDPOINTS_MIN = 64   # where it is worth it
+
+
+class Shortlist:
+    """Rows in the order of the endpoints; update() whenever a view or a load changed."""
+
+    def __init__(self, views: Sequence[EndpointView], loads: Mapping[str, LoadView]) -> None:
+        self._row = {view.endpoint_id: row for row, view in enumerate(views)}
+        count = len(views)
+        self._token_s, self._step_s = np.zeros(count), np.zeros(count)
+        self._queued, self._active, self._context = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._free, self._cached = np.zeros(count), np.zeros(count)
+        self._block_size = views[0].block_size
+        for view in views:
+            self.update(view, loads.get(view.endpoint_id, NO_LOAD))
+
+    def update(self, view: EndpointView, load: LoadView) -> None:
+        row = self._row[view.endpoint_id]
+        self._token_s[row] = 1 / view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else 0.0
+        self._step_s[row] = view.decode_step_s
+        self._queued[row] = max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens)
+        self._active[row] = max(load.num_inflight, view.num_running + view.num_waiting)
+        self._context[row] = max(load.decode_context_tokens, view.decode_context_tokens)
+        self._free[row], self._cached[row] = view.blocks_free, view.blocks_cached
+
+    def narrow(self, given: PickInput) -> Sequence[EndpointView]:
+        """The endpoints among which pick() chooses as it would among all. Those without rates of their own come with
+        what pick() would have assumed of them, since it is no longer shown all their peers."""
+        rates = None if self._token_s.all() and self._step_s.all() else cost.assumed_rates(given.endpoints)
+        estimate = self._estimate(given, rates)
+        best = estimate.min()
+        reach = best + (TIE_RATIO + SLACK_RATIO) * abs(best) + TIE_S + SLACK_RATIO
+        near = [given.endpoints[row] for row in np.flatnonzero(estimate <= reach).tolist()]
+        return near if rates is None else [_with_rates(view, rates) for view in near]
+
+    def _estimate(self, given: PickInput, rates: cost.Rates | None) -> np.ndarray:
+        prompt, output = given.prompt_tokens, given.expected_output_tokens
+        token_s, step_s = self._token_s, self._step_s
+        if rates is not None:
+            token_s = np.where(token_s == 0, 1 / rates.prefill_tokens_per_s, token_s)
+            step_s = np.where(step_s == 0, rates.decode_step_s, step_s)
+        matched = np.zeros(len(self._row))
+        for endpoint_id, match in (given.matches or {}).items():
+            held = (match.confirmed_blocks + match.speculative_blocks) * self._block_size
+            matched[self._row[endpoint_id]] = min(held, prompt - 1)
+        uncached = prompt - matched
+        prefill = uncached * token_s * (1 + (matched + prompt) / (2 * cost.ATTENTION_DOUBLING_TOKENS))
+        stream = np.maximum(cost.STREAM_STEP_SHARE * step_s, token_s)
+        decode = output * stream * (self._active + self._context / cost.ATTENTION_DOUBLING_TOKENS)
+        missing = np.maximum(np.ceil((uncached + output + self._queued) / self._block_size) - self._free, 0)
+        evicted = np.minimum(missing, self._cached)
+        memory = (cost.EVICTED_REUSE_RATIO * evicted + missing - evicted) * self._block_size * token_s
+        stall = cost.STALL_WEIGHT * self._active * prefill
+        total: np.ndarray = prefill + self._queued * token_s + decode + stall + memory
+        return total
+
+
+def _with_rates(view: EndpointView, rates: cost.Rates) -> EndpointView:
+    return replace(view, prefill_tokens_per_s=view.prefill_tokens_per_s or rates.prefill_tokens_per_s,
+                   decode_step_s=view.decode_step_s or rates.decode_step_s)

@@ -1,0 +1,172 @@
+"""One simulated gateway process: the server's prefix index, load ledger and policies on the virtual clock.
+
+Owns what one replica believes. It decides and books as gateway.server.dispatch does, and corrects reports by its own
+ledger as gateway.knowledge.endpoint_table does. It must never look into a worker: reports and cache events reach it
+late, or not at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.routing.endpoint import EndpointView, Knowledge
+from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
+from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
+from gateway.routing.prefix_index import PrefixIndex, Speculation
+from loadtests.sim.block_store import Change, Cleared, Removed, Stored
+from loadtests.sim.policies.routing_policy import RoutingPolicy
+from loadtests.sim.sim_request import SimRequest
+from loadtests.sim.sim_worker import Report
+from worker.protocol.block_hash import HashScheme
+
+INDEX_BYTES_MAX = 4 << 30
+EPOCH = "simulated"
+
+
+@dataclass(slots=True)
+class _Known:
+    """What this replica knows of one worker."""
+
+    position: int
+    report: Report
+    own_load_at_report: LoadView
+    next_seq: int = 0
+    in_sequence: bool = True
+
+
+@dataclass(slots=True)
+class Placed:
+    """A booked request."""
+
+    worker_id: str
+    booking: Booking
+    bet: Speculation | None
+
+
+class SimGateway:
+    """`worker_ids` in the order of the configuration."""
+
+    def __init__(self, worker_ids: Sequence[str], policy: RoutingPolicy, scheme: HashScheme, *, seed: int,
+                 first_report: Report) -> None:
+        self.policy = policy
+        self.num_gaps = 0
+        self._scheme = scheme
+        self._draw = random.Random(seed)
+        self._index = PrefixIndex(INDEX_BYTES_MAX)
+        self._ledger = LoadLedger()
+        self._loads: dict[str, LoadView] = {}
+        self._turn = 0
+        self._placed: dict[int, Placed] = {}
+        self._known = {worker_id: _Known(position, first_report, LoadView())
+                       for position, worker_id in enumerate(worker_ids)}
+        self._views: list[EndpointView] = []
+        for worker_id in worker_ids:
+            self._views.append(self._view(worker_id))
+
+    def route(self, request: SimRequest, now: float) -> RoutingDecision:
+        """Decide and book, with nothing in between."""
+        hashes = request.hash_blocks(self._scheme)
+        matches = self._index.match(hashes, now) if self.policy.uses_index else {}
+        decision = self.policy.choose(PickInput(
+            endpoints=self._views, prompt_tokens=request.prompt_tokens, matches=matches, loads=self._loads,
+            random_ratio=self._draw.random(), turn=self._turn), request)
+        assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
+        self._turn += 1
+        self._book(request, decision, now)
+        return decision
+
+    def first_token(self, request: SimRequest) -> None:
+        placed = self._placed[request.index]
+        placed.booking.prefill_done()
+        self._load_changed(placed.worker_id)
+        self.policy.prefill_done(request, placed.worker_id)
+
+    def ended(self, request: SimRequest) -> None:
+        placed = self._placed.pop(request.index)
+        placed.booking.release()
+        self._load_changed(placed.worker_id)
+        self.policy.ended(request, placed.worker_id)
+
+    def reported(self, worker_id: str, report: Report) -> None:
+        """The worker's answer to a poll arrived."""
+        known = self._known[worker_id]
+        known.report, known.own_load_at_report = report, self._ledger.load(worker_id)
+        self._renew(worker_id)
+
+    def changes(self, worker_id: str, seq: int, changes: Sequence[Change]) -> bool:
+        """A batch of cache events arrived. False: one before it was lost, so a snapshot must be fetched."""
+        known = self._known[worker_id]
+        if not self.policy.uses_index or seq < known.next_seq:
+            return True
+        if known.in_sequence and seq == known.next_seq:
+            known.next_seq = seq + 1
+            self._apply(worker_id, changes)
+            return True
+        if not known.in_sequence:
+            return True   # a snapshot is on its way and will hold this too
+        self.num_gaps += 1
+        known.in_sequence = False
+        self._index.purge(worker_id)
+        self._renew(worker_id)
+        return False
+
+    def restart(self, worker_id: str, next_seq: int, snapshot: Sequence[Change]) -> None:
+        """A snapshot replaces what was believed; batches from `next_seq` on follow it."""
+        known = self._known[worker_id]
+        known.next_seq, known.in_sequence = next_seq, True
+        self._index.purge(worker_id)
+        self._apply(worker_id, snapshot)
+        self._renew(worker_id)
+
+    def _apply(self, worker_id: str, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Stored):
+                self._index.store(worker_id, change.hashes, parent=change.parent)
+            elif isinstance(change, Removed):
+                self._index.remove(worker_id, change.hashes)
+            elif isinstance(change, Cleared):
+                self._index.purge(worker_id)
+
+    def _book(self, request: SimRequest, decision: RoutingDecision, now: float) -> None:
+        worker_id = decision.endpoint_id
+        booking = self._ledger.book(worker_id, EPOCH, prefill_tokens=decision.uncached_tokens,
+                                    context_tokens=request.prompt_tokens)
+        bet = None
+        if self.policy.uses_index:
+            cost = next((cost for cost in decision.candidates if cost.endpoint_id == worker_id), None)
+            prefill_s = cost.queue_s + cost.prefill_s if cost is not None else 0.0
+            bet = self._index.speculate(worker_id, request.hashes, now + prefill_s + self.policy.speculative_ttl_s)
+        self._placed[request.index] = Placed(worker_id, booking, bet)
+        self._load_changed(worker_id)
+        self.policy.booked(request, worker_id)
+
+    def _load_changed(self, worker_id: str) -> None:
+        self._loads[worker_id] = self._ledger.load(worker_id)
+        self._renew(worker_id)
+
+    def _renew(self, worker_id: str) -> None:
+        view = self._views[self._known[worker_id].position] = self._view(worker_id)
+        self.policy.endpoint_changed(view, self._loads.get(worker_id, NO_LOAD))
+
+    def _view(self, worker_id: str) -> EndpointView:
+        """The last report, less what of ours has ended since."""
+        known = self._known[worker_id]
+        report, before, now = known.report, known.own_load_at_report, self._ledger.load(worker_id)
+        num_ended = max(0, before.num_inflight - now.num_inflight)
+        prefill_done = max(0, before.queued_prefill_tokens - now.queued_prefill_tokens)
+        context_gone = max(0, before.decode_context_tokens - now.decode_context_tokens)
+        waiting = report.waiting_prefill_tokens
+        return EndpointView(
+            endpoint_id=worker_id, epoch=EPOCH,
+            knowledge=Knowledge.EXACT if known.in_sequence else Knowledge.APPROXIMATE,
+            block_size=self._scheme.block_size, prefill_tokens_per_s=report.prefill_tokens_per_s,
+            decode_step_s=report.decode_step_s, blocks_total=report.blocks_total, blocks_free=report.blocks_free,
+            blocks_cached=report.blocks_cached,
+            kv_usage_ratio=1 - (report.blocks_free + report.blocks_cached) / report.blocks_total,
+            num_running=max(0, report.num_running - num_ended),
+            num_waiting=max(0, report.num_waiting - max(0, num_ended - report.num_running)),
+            waiting_prefill_tokens=max(0, waiting - prefill_done),
+            running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
+            decode_context_tokens=max(0, report.decode_context_tokens - context_gone))

@@ -1,0 +1,92 @@
+"""One simulation: a trace, a share of saturation, a capacity, some policies; the report that `simulate` prints.
+
+Owns how a plan becomes a cluster, and what makes a run reproducible (trace, seed, commit). It must never print.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtests.sim.cluster import Cluster, ClusterSettings
+from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
+from loadtests.sim.metrics import CacheBounds, PolicyResult, cache_bounds, result_of, saturation_rate
+from loadtests.sim.policies import POLICIES
+from loadtests.traces import Trace
+
+HEADROOM_BLOCKS = 2   # beside the longest sequence, the least a worker has
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationPlan:
+    """`load` is a share of saturation (None: the trace's own times), `capacity` a share of the trace's footprint for
+    all workers together."""
+
+    num_workers: int = 8
+    load: float | None = 0.8
+    capacity: float = 0.2
+    model: CostModel = MODELS[DEFAULT_MODEL]
+    seed: int = 0
+    num_gateways: int = 1
+    event_delay_s: float = 0.002
+    event_loss_ratio: float = 0.0
+    coalesce: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A trace at its rate, the cluster's settings, and the yardsticks."""
+
+    trace: Trace
+    settings: ClusterSettings
+    bounds: CacheBounds
+
+
+def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
+    """The same for every policy."""
+    longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
+    share = plan.capacity * trace.num_distinct_blocks() / plan.num_workers
+    per_worker = max(int(share), -(-longest // trace.block_size) + HEADROOM_BLOCKS)
+    bounds = cache_bounds(trace, per_worker * plan.num_workers)
+    if plan.load is not None:
+        saturation = saturation_rate(trace, plan.model, num_workers=plan.num_workers,
+                                     tokens_per_worker=per_worker * trace.block_size,
+                                     hit_ratio=bounds.one_cache_ratio)
+        trace = trace.at_rate(plan.load * saturation)
+    settings = ClusterSettings(num_workers=plan.num_workers, blocks_per_worker=per_worker, model=plan.model,
+                               num_gateways=plan.num_gateways, seed=plan.seed, event_delay_s=plan.event_delay_s,
+                               event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce)
+    return Prepared(trace, settings, bounds)
+
+
+def run_policy(prepared: Prepared, policy: str,
+               progress: Callable[[int, int], None] | None = None) -> PolicyResult:
+    """One policy on a fresh cluster."""
+    cluster = Cluster(prepared.trace, prepared.settings, POLICIES[policy])
+    cluster.run(progress)
+    return result_of(cluster, policy, prepared.bounds)
+
+
+def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[PolicyResult]) -> dict[str, Any]:
+    """`simulate --json`. No clock, so equal inputs give equal bytes."""
+    trace, settings = prepared.trace, prepared.settings
+    return {"trace": trace.name, "format": trace.format, "block_size": trace.block_size, "workers": plan.num_workers,
+            "seed": plan.seed, "commit": commit(), "load": plan.load, "capacity": plan.capacity,
+            "rate_per_s": len(trace.requests) / trace.span_s if trace.span_s else 0.0,
+            "blocks_per_worker": settings.blocks_per_worker, "model": plan.model.name,
+            "model_source": plan.model.source, "gateways": plan.num_gateways,
+            "event_delay_s": plan.event_delay_s, "event_loss_ratio": plan.event_loss_ratio,
+            "policies": [result.as_dict() for result in results]}
+
+
+def commit() -> str:
+    """Of the tree that this file lies in; 'unknown' outside a repository."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, timeout=10,
+                              capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"

@@ -1,0 +1,56 @@
+"""`headstart simulate` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtests.sim.command import main
+from tests.architecture.source_tree import ROOT
+from tests.support.simulated import TRACES
+
+TRACE = str(TRACES / "mooncake_small.jsonl")
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "gateway.cli", "simulate", *arguments], cwd=ROOT, timeout=240,
+                          capture_output=True, text=True, check=False)
+
+
+def test_json_report_and_files(tmp_path: Path) -> None:
+    done = simulate(TRACE, "--workers", "2", "--policy", "all", "--json", "--report", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {"trace", "workers", "seed", "commit", "policies"} <= report.keys()
+    keys = {"policy", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p95_s", "ttft_p99_s", "ttft_max_s",
+            "hit_token_ratio", "ideal_hit_token_ratio", "max_mean_load", "requests"}
+    assert len(report["policies"]) == 9
+    assert all(keys <= policy.keys() for policy in report["policies"])
+    assert report["policies"][0]["policy"] == "headstart"
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+    assert "headstart" in (tmp_path / "out" / "table.md").read_text()
+    assert (tmp_path / "out" / "ttft.png").stat().st_size > 0
+
+
+def test_a_table_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([TRACE, "--requests", "10", "--policy", "random,headstart", "--load", "recorded"]) == 0
+    assert "of one cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["absent.jsonl"], "No such file"), ([TRACE, "--policy", "fastest"], "unknown policy"),
+    ([TRACE, "--workers", "0"], "--workers"), ([TRACE, "--load", "-1"], "--load"), ([TRACE, "--load", "x"], "float"),
+    ([TRACE, "--event-loss", "1"], "--event-loss"), ([TRACE, "--model", "gpt"], "unknown model"),
+    ([TRACE, "--model", "http://127.0.0.1:9"], "GET /kv"), ([TRACE, "--requests", "0"], "--requests")])
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], says: str,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

@@ -1,0 +1,177 @@
+"""The simulator runs the real code: skipped steps equal single ones, its decisions are the server's, its events are
+the worker's, and one seed gives one report."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from gateway.routing.endpoint import EndpointView
+from gateway.routing.event_applier import EventApplier
+from gateway.routing.load_ledger import LoadView
+from gateway.routing.picker import NoEndpoint, PickInput, pick
+from gateway.routing.prefix_index import Match, PrefixIndex
+from loadtests.sim.block_store import HashJournal, Removed, SimPool, Stored
+from loadtests.sim.cost_model import MODELS
+from loadtests.sim.policies import POLICIES
+from loadtests.sim.shortlist import Shortlist
+from loadtests.sim.sim_request import requests_of, scheme_of
+from loadtests.sim.simulation import SimulationPlan, prepare, report_of, run_policy
+from loadtests.traces import Trace, TraceRequest, load_trace
+from tests.support.simulated import TRACES, finished, story, trace_of
+from worker.core.block_pool import BlockPool
+from worker.core.sequence import Sequence, StopRule
+
+BUSY = SimulationPlan(num_workers=3, load=0.95, capacity=0.15)
+
+
+def random_trace(seed: int, num_requests: int, block_size: int) -> Trace:
+    """Prompts that extend earlier ones, arrivals in clumps."""
+    draw, known, next_id, at_s, requests = random.Random(seed), [[0]], 1, 0.0, []
+    for _ in range(num_requests):
+        ids = draw.choice(known)[:draw.randint(1, 12)] + list(range(next_id, next_id := next_id + draw.randint(1, 6)))
+        known.append(ids)
+        at_s += draw.choice((0.0, draw.expovariate(1.0)))
+        requests.append(TraceRequest(at_s, len(ids) * block_size + draw.randrange(block_size), draw.randint(1, 90),
+                                     tuple(ids)))
+    return Trace("random", "synthetic", block_size, tuple(requests))
+
+
+@pytest.mark.parametrize("policy", ["headstart", "round_robin"])
+def test_the_coalesced_run_equals_the_step_by_step_run_on_500_requests_at_block_16(policy: str) -> None:
+    trace = random_trace(7, 500, 16)
+    together = finished(trace, BUSY, policy)
+    one_by_one = finished(trace, SimulationPlan(num_workers=3, load=0.95, capacity=0.15, coalesce=False), policy)
+    assert story(together) == story(one_by_one)
+    for ours, theirs in zip(together.workers, one_by_one.workers, strict=True):
+        assert ours.scheduler.counters == theirs.scheduler.counters
+        assert ours.busy_s == theirs.busy_s
+        assert ours.report() == theirs.report()
+        ours.scheduler.check_invariants()
+    assert together.clock.num_events < one_by_one.clock.num_events
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block_size", [64, 512])
+def test_coalescing_changes_nothing_on_large_blocks_and_full_pools(seed: int, block_size: int) -> None:
+    trace = random_trace(seed, 60, block_size)
+    tight = SimulationPlan(num_workers=2, load=2.0, capacity=0.05)
+    apart = SimulationPlan(num_workers=2, load=2.0, capacity=0.05, coalesce=False)
+    together = finished(trace, tight)
+    assert story(together) == story(finished(trace, apart))
+    assert sum(worker.pool.num_evictions for worker in together.workers) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_seed_gives_one_report(policy: str) -> None:
+    trace = load_trace(TRACES / "mooncake_small.jsonl")
+    reports = []
+    for _ in range(2):
+        prepared = prepare(trace, BUSY)
+        reports.append(report_of(prepared, BUSY, [run_policy(prepared, policy)]))
+    assert reports[0] == reports[1]
+    result = reports[0]["policies"][0]
+    assert result["requests"] == 60
+    assert result["failed"] == 0
+    assert 0 <= result["hit_token_ratio"] <= result["ideal_hit_token_ratio"] < 1
+    assert result["ttft_p50_s"] <= result["ttft_p90_s"] <= result["ttft_p99_s"] <= result["ttft_max_s"]
+
+
+def test_the_gateway_predicts_what_the_worker_finds() -> None:
+    trace = trace_of((1, 2, 3), (1, 2, 3, 4), (1, 2), gap_s=10.0)
+    cluster = finished(trace, SimulationPlan(num_workers=2, load=None, capacity=10.0))
+    assert [request.cached_tokens for request in cluster.requests] == [0, 48, 32]
+    assert [request.predicted_tokens for request in cluster.requests] == [0, 48, 32]
+
+
+def test_lost_events_are_found_and_mended_by_a_snapshot() -> None:
+    trace = random_trace(3, 200, 64)
+    plan = SimulationPlan(num_workers=2, load=0.5, capacity=0.3, event_loss_ratio=0.1)
+    cluster = finished(trace, plan)
+    gateway = cluster.gateways[0]
+    assert gateway.num_gaps > 0
+    assert all(request.ended_at is not None for request in cluster.requests)
+    for worker in cluster.workers:  # a last snapshot, and belief equals the pool
+        gateway.restart(worker.worker_id, 1 << 30, worker.pool.snapshot())
+        assert gateway._index.num_blocks(worker.worker_id) == worker.pool.num_sealed
+
+
+def test_two_replicas_share_the_work() -> None:
+    cluster = finished(random_trace(5, 120, 64), SimulationPlan(num_workers=4, load=0.8, num_gateways=2))
+    assert all(gateway._turn == 60 for gateway in cluster.gateways)
+    assert not any(gateway._placed for gateway in cluster.gateways)
+
+
+def test_events_without_tokens_mean_what_the_workers_events_mean() -> None:
+    """The same life of two pools, one told by hashes, one by the worker's events through the gateway's applier."""
+    trace = random_trace(11, 120, 16)
+    scheme, requests = scheme_of(trace), requests_of(trace)
+    light, full = SimPool(40, scheme), BlockPool(40, 16, scheme)
+    by_hash, by_event = PrefixIndex(1 << 30), PrefixIndex(1 << 30)
+    applier = EventApplier(by_event, "w", scheme)
+    for request in requests:
+        for pool in (light, full):
+            _occupy(pool, request.token_ids(), request.index)
+        for change in light.journal.take_changes():
+            if isinstance(change, Stored):
+                assert by_hash.store("w", change.hashes, parent=change.parent) == len(change.hashes)
+            elif isinstance(change, Removed):
+                by_hash.remove("w", change.hashes)
+        applier.apply_events(full.take_events())
+        for other in requests:
+            assert by_hash.match(other.hash_blocks(scheme), 0.0) == by_event.match(other.hashes, 0.0)
+    assert full.num_evictions > 0
+    assert isinstance(light.journal, HashJournal)
+
+
+def _occupy(pool: BlockPool, tokens: list[int], seq_id: int) -> None:
+    """As a scheduler would: match, take the rest, seal it, let go."""
+    from worker.core.block_content import ContentChain
+
+    chain = ContentChain(pool.scheme)
+    chain.append(Sequence(seq_id, tokens, StopRule(1)).token_ids)
+    table = pool.match(chain.blocks)
+    fresh = pool.acquire(len(chain.blocks) - len(table))
+    assert fresh is not None
+    for block_id in fresh:
+        held = pool.seal(block_id, chain.blocks[len(table)], parent=table[-1] if table else None)
+        table.append(block_id if held is None else held)
+    pool.release(table)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_shortlist_changes_no_decision(seed: int) -> None:
+    draw = random.Random(seed)
+    views, loads, matches = [], {}, {}
+    for number in range(draw.randint(2, 90)):
+        name = f"w{number}"
+        views.append(EndpointView(name, "e", block_size=64, prefill_tokens_per_s=draw.choice((3e4, 2e4, 0.0)),
+                                  decode_step_s=draw.choice((0.01, 0.02, 0.0)), blocks_total=1000,
+                                  blocks_free=draw.choice((0, 5, 500)), blocks_cached=draw.choice((0, 40, 400)),
+                                  num_running=draw.randrange(6), num_waiting=draw.randrange(2),
+                                  waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
+                                  decode_context_tokens=draw.choice((0, 9000))))
+        if draw.random() < 0.7:
+            loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)))
+        if draw.random() < 0.3:
+            matches[name] = Match(draw.randrange(40), draw.randrange(3))
+    given = PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random())
+    narrowed = Shortlist(views, loads).narrow(given)
+    ours, whole = pick(replace(given, endpoints=narrowed)), pick(given)
+    assert not isinstance(ours, NoEndpoint)
+    assert not isinstance(whole, NoEndpoint)
+    assert (ours.endpoint_id, ours.matched_tokens) == (whole.endpoint_id, whole.matched_tokens)
+    assert len(narrowed) < len(views) or len(views) < 6
+
+
+def test_a_step_costs_what_it_computes() -> None:
+    model = MODELS["h100-8b"]
+    assert model.prefill_s(32_768) == pytest.approx(1.6, rel=0.05)  # as published
+    assert model.decode_step_s(1, 0) < model.decode_step_s(64, 1000)
+    assert model.prefill_s(8000, 7000) < model.prefill_s(8000) / 4
+    cpu = MODELS["cpu-smollm2"]
+    assert 1024 / cpu.prefill_s(1024) == pytest.approx(338, rel=0.05)
+    assert 4096 / cpu.prefill_s(4096) == pytest.approx(214, rel=0.05)
+    assert cpu.decode_step_s(1, 1024) == pytest.approx(0.065, rel=0.05)
