@@ -1,8 +1,8 @@
 """Ids of a text from the ids of an earlier text that begins alike, and only what is new tokenised.
 
 Owns when the memory of earlier texts is used and what is put into it. Must never give other ids than the tokenizer
-gives for the whole text: cuts are made where cut_rules.py allows them, and behind what is remembered the rest is tokenised
-from the last cut that lies in the common text.
+gives for the whole text: cuts are made where cut_rules.py allows them, and behind what is remembered the rest is
+tokenised from the last cut that lies in the common text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from worker.prompt.cut_rules import CutRule
 from worker.prompt.piece_trie import PieceNode, PieceTrie
 
-PIECE_CHARS = 512
+PIECE_CHARS = 1024
 TRIE_BYTES_MAX = 64 << 20   # per model: about 20 million characters of text with their ids
 
 Encode = Callable[[Sequence[str]], "list[array[int]]"]     # quoted: Python 3.11 cannot subscript array

@@ -17,7 +17,8 @@ import orjson
 from tokenizers import Tokenizer
 
 from worker.prompt import tokenizer_folder
-from worker.prompt.cut_rules import cut_rule, cuts_hold, read_rules
+from worker.prompt.cut_rules import TokenizerRules, cut_rule, cuts_hold, read_rules
+from worker.prompt.fast_bpe import fast_bpe
 from worker.prompt.prefix_encoder import PIECE_CHARS, PrefixEncoder
 from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
@@ -143,7 +144,9 @@ class PromptTokenizer:
         self.decoder_shape = self._read_decoder_shape()
         self._token_bytes: dict[int, bytes] = {}  # at most one entry per vocabulary entry
         self._around = self._read_around()
-        self._prefix_encoder = self._make_prefix_encoder()
+        rules = read_rules(bundle.tokenizer_json)
+        self._fast_bpe = fast_bpe(rules, self._tokenizer) if rules is not None else None
+        self._prefix_encoder = self._make_prefix_encoder(rules)
 
     def encode(self, text: str, *, add_special_tokens: bool, scope: str = "") -> list[int]:
         """The ids of a text."""
@@ -173,12 +176,23 @@ class PromptTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [array("I", encoding.ids) for encoding in encodings]
 
-    def _make_prefix_encoder(self) -> PrefixEncoder | None:
-        rules = read_rules(self.bundle.tokenizer_json)
+    def _encode_parts(self, texts: Sequence[str]) -> list[array[int]]:
+        """The ids of each text without special tokens around them, by the fastest means that is sure of them."""
+        fast = self._fast_bpe
+        if fast is None:
+            return self._encode_whole(texts, False)
+        found = [fast.encode(text) for text in texts]
+        unsure = [index for index, token_ids in enumerate(found) if token_ids is None]
+        if unsure:
+            encoded = dict(zip(unsure, self._encode_whole([texts[index] for index in unsure], False), strict=True))
+            found = [encoded[index] if token_ids is None else token_ids for index, token_ids in enumerate(found)]
+        return [token_ids for token_ids in found if token_ids is not None]
+
+    def _make_prefix_encoder(self, rules: TokenizerRules | None) -> PrefixEncoder | None:
         rule = cut_rule(rules) if rules is not None else None
-        if rule is None or not cuts_hold(rule, lambda texts: self._encode_whole(texts, False)):
+        if rule is None or not cuts_hold(rule, self._encode_parts):
             return None
-        return PrefixEncoder(rule, lambda texts: self._encode_whole(texts, False))
+        return PrefixEncoder(rule, self._encode_parts)
 
     def _read_around(self) -> tuple[array[int], array[int]] | None:
         """The ids that special tokens put before and behind every text; None when that is not all they do."""
