@@ -66,7 +66,7 @@ def bytes_of_token(token: str, shape: DecoderShape) -> bytes:
     """The bytes that a token adds inside a text."""
     if shape.kind is DecoderKind.BYTE_LEVEL:
         try:
-            return bytes([_BYTE_OF_CHAR[char] for char in token])
+            return bytes([BYTE_OF_CHAR[char] for char in token])
         except KeyError:
             return token.encode()  # an added token, written as itself
     byte = byte_of(token) if shape.kind is DecoderKind.BYTE_FALLBACK else None
@@ -98,4 +98,4 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_BYTE_OF_CHAR = _byte_level_alphabet()
+BYTE_OF_CHAR = _byte_level_alphabet()
