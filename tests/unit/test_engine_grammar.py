@@ -111,7 +111,7 @@ def test_a_grammar_too_large_to_follow_ends_its_sequence_and_no_other(driver: En
     driver.step()
     [bad] = [live for live in driver.engine._live.values() if live.command.request_id == "bad"]
     assert bad.matcher is not None
-    bad.matcher.advance([EOS_ID])    # nothing of the grammar: the matcher has no way on
+    bad.matcher._inner.consume_token(EOS_ID)    # nothing of the grammar: from here the matcher has no way on
     driver.run()
     result = driver.results["bad", 0]
     assert (result.finish_reason, result.stats is not None) == ("error", True)

@@ -121,8 +121,8 @@ async def test_parallel_calls_are_numbered_and_go_back_into_the_template(api: op
 async def test_auto_parses_what_the_model_writes(api: openai.AsyncOpenAI) -> None:
     """The grammar of the answer stands in for a model that has learnt to call: with `auto` it may do either."""
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no tool needed"]}}}
-    answer = await api.chat.completions.create(**asked(tools=TOOLS[:1], response_format=wanted, parallel_tool_calls=False,
-                                                      n=12))
+    answer = await api.chat.completions.create(**asked(
+        tools=TOOLS[:1], response_format=wanted, parallel_tool_calls=False, n=12))
     reasons = {item.finish_reason for item in answer.choices}
     assert reasons == {"stop", "tool_calls"}
     for item in answer.choices:
