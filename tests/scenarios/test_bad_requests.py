@@ -117,10 +117,16 @@ CHAT = [
     chat("tools[0].function.name", tools=[{"type": "function", "function": {"name": ""}}]),
     chat("tools[0].function.parameters",
          tools=[{"type": "function", "function": {"name": "f", "parameters": "{}"}}]),
-    chat("tool_choice", "forced", tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required"),
-    chat("tool_choice", tools=[{"type": "function", "function": {"name": "f"}}],
-         tool_choice={"type": "function", "function": {"name": "f"}}),
+    chat("tool_choice", "must be", tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="any"),
+    chat("tool_choice", "none of the tools", tools=[{"type": "function", "function": {"name": "f"}}],
+         tool_choice={"type": "function", "function": {"name": "g"}}),
+    chat("tool_choice", "must be", tools=[{"type": "function", "function": {"name": "f"}}],
+         tool_choice={"type": "function", "name": "f"}),
     chat("tool_choice", "only allowed when tools", tool_choice="auto"),
+    chat("tool_choice", "only allowed when tools", tool_choice="required"),
+    chat("response_format", "not supported", response_format={"type": "xml"}),
+    chat("response_format", "needs json_schema.schema", response_format={"type": "json_schema"}),
+    chat("response_format.json_schema.schema", response_format={"type": "json_schema", "json_schema": {"schema": 5}}),
     chat("functions", "use tools", functions=[]), chat("function_call", "use tool_choice", function_call="auto"),
     chat("top_logprobs", "logprobs is true", top_logprobs=3), chat("logprobs", logprobs=5),
     chat("top_logprobs", logprobs=True, top_logprobs=21), chat("top_logprobs", logprobs=True, top_logprobs=-1),
@@ -146,7 +152,7 @@ SHARED: list[dict[str, Any]] = [
     {"logit_bias": {"1.0": 1}}, {"logit_bias": {" 1": 1}}, {"logit_bias": {"٣": 1}}, {"logit_bias": {"": 1}},
     {"logit_bias": {str(2**32): 1}}, {"logit_bias": {"9" * 5_000: 1}}, {"logit_bias": {"1": 101}},
     {"logit_bias": {"1": "x"}}, {"logit_bias": {str(i): 0 for i in range(limits.MAX_LOGIT_BIAS_TOKENS + 1)}},
-    {"response_format": {"type": "json_object"}}, {"response_format": "text"},
+    {"response_format": "text"},
 ]
 
 COMPLETION = [

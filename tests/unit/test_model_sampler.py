@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,3 +187,18 @@ class TestLogprobs:
 
     def test_more_than_the_vocabulary(self) -> None:
         assert len(sample(torch.zeros(1, 5), [row(logprobs=20)])[0].top) == 5
+
+
+def test_only_allowed_tokens_are_chosen() -> None:
+    logits = torch.arange(20, dtype=torch.float32).repeat(3, 1)
+    allowed = bytes([0b00000010, 0b00000101])    # 1, 8 and 10; beyond 15 nothing
+    rows = [SamplerRow(SamplingParams(temperature=temperature, seed=seed, logit_bias={19: 100.0}), choice=0,
+                       output_index=0, prompt_token_ids=(), output_token_ids=(), allowed=allowed)
+            for seed, temperature in enumerate((0.0, 1.0, 2.0))]
+    before = logits.clone()
+    chosen = [one.token_id for one in sample(logits, rows)]
+    assert chosen[0] == 10
+    assert set(chosen) <= {1, 8, 10}
+    assert torch.equal(logits, before)
+    lone = replace(rows[1], allowed=bytes([0, 0, 0b00001000, 0, 0, 0, 0xFF]))    # longer than the vocabulary
+    assert sample(logits[:1], [lone])[0].token_id == 19

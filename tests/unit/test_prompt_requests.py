@@ -131,6 +131,17 @@ def test_tools() -> None:
     assert chat(tools=[TOOL]).tool_choice == "auto"
     assert chat(tools=[TOOL], tool_choice="none").tool_choice == "none"
     assert chat(tool_choice="none").tools is None
+    assert chat(tools=[TOOL], tool_choice="required").tool_choice == "required"
+    named = chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}, parallel_tool_calls=False)
+    assert (named.tool_choice, named.forced_tool, named.parallel_tool_calls) == ("named", "f", False)
+    assert [chat(tools=[TOOL], tool_choice=choice).may_call_tools for choice in (None, "none")] == [True, False]
+
+
+def test_response_format() -> None:
+    assert chat(response_format={"type": "text"}).response_schema is None
+    assert chat(response_format={"type": "json_object"}).response_schema == '{"type":"object"}'
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"b": 1, "a": [None]}}}
+    assert completion(response_format=wanted).response_schema == '{"b":1,"a":[null]}'
 
 
 def test_template_options() -> None:

@@ -14,6 +14,7 @@ from worker.core.batch import FinishReason, SequenceUpdate, StepPlan
 from worker.core.scheduler import Scheduler
 from worker.core.sequence import Sequence, StopRule
 from worker.engine.engine_config import EngineConfig
+from worker.engine.grammar import GrammarCompiler, GrammarError, Matcher
 from worker.engine.live_sequence import LiveSequence
 from worker.engine.messages import (
     AbortRequest,
@@ -44,6 +45,7 @@ class Engine:
 
     scheduler: Scheduler
     runner: Runner
+    grammars: GrammarCompiler
 
     def __init__(self, config: EngineConfig, *, clock: Clock) -> None:
         self._config = config
@@ -62,6 +64,7 @@ class Engine:
         parts = start_up(self._config, self._clock)
         self.scheduler, self.runner, self._rates = parts.scheduler, parts.runner, parts.rates
         self._eos_token_ids = frozenset(parts.eos_token_ids)
+        self.grammars = parts.grammars
         return _ready(self._config, parts)
 
     @property
@@ -70,6 +73,11 @@ class Engine:
         return not self._live and not self._pending
 
     # -- commands, between steps ---------------------------------------------------------------------------------
+
+    def prepare(self, command: Command) -> None:
+        """What a command needs and takes long; for the thread that reads commands, while a step may be running."""
+        if isinstance(command, SubmitSequence) and command.grammar is not None:
+            self.grammars.prepare(command.grammar)
 
     def apply(self, command: Command) -> None:
         match command:
@@ -88,16 +96,24 @@ class Engine:
         if key in self._seq_ids:
             self._refuse(command, "its request id and choice are already at work")
             return
-        stop_rule = StopRule(command.max_new_tokens, command.stop_token_ids, self._eos_token_ids,
-                             command.params.ignore_eos, command.params.min_tokens)
-        sequence = Sequence(next(self._next_seq_id), command.token_ids, stop_rule, extra_keys=command.extra_keys,
-                            priority=command.priority, choice=command.choice)
+        try:
+            matcher = None if command.grammar is None else self.grammars.matcher(command.grammar)
+        except GrammarError as error:
+            self._refuse(command, str(error), param=command.grammar.param if command.grammar else None)
+            return
+        sequence = Sequence(next(self._next_seq_id), command.token_ids, self._stop_rule(command),
+                            extra_keys=command.extra_keys, priority=command.priority, choice=command.choice)
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return
         timings = SequenceTimings(command.arrived_at or self._clock())
-        self._live[sequence.seq_id] = LiveSequence(command, sequence, timings)
+        self._live[sequence.seq_id] = LiveSequence(command, sequence, timings, matcher)
         self._seq_ids[key] = sequence.seq_id
+
+    def _stop_rule(self, command: SubmitSequence) -> StopRule:
+        params, free = command.params, command.grammar is None
+        return StopRule(command.max_new_tokens, command.stop_token_ids, self._eos_token_ids,
+                        ignore_eos=params.ignore_eos and free, min_tokens=params.min_tokens if free else 0)
 
     def abort(self, command: AbortRequest) -> None:
         """End a request's sequences and free their blocks. Unknown ones are no news: they may just have finished."""
@@ -112,9 +128,10 @@ class Engine:
         for request_id in {live.command.request_id for live in self._live.values()}:
             self.abort(AbortRequest(request_id))
 
-    def _refuse(self, command: SubmitSequence, why: str) -> None:
+    def _refuse(self, command: SubmitSequence, why: str, *, param: str | None = None) -> None:
         self._pending.append(SequenceOutput(command.request_id, command.choice, [], finish_reason=FinishReason.ERROR,
-                                            error=f"The engine did not take this request: {why}."))
+                                            error=f"The engine did not take this request: {why}.",
+                                            error_param=param))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -174,10 +191,19 @@ class Engine:
     def _output(self, update: SequenceUpdate, at: float, error: str | None = None) -> SequenceOutput:
         live = self._live[update.seq_id]
         output = live.output(update, at=at, error=error)
+        if output.finish_reason is None and live.matcher is not None and live.matcher.error is not None:
+            output = self._give_up(live, live.matcher, output)
         if output.finish_reason is not None:
             del self._live[update.seq_id]
             del self._seq_ids[live.command.request_id, live.command.choice]
         return output
+
+    def _give_up(self, live: LiveSequence, matcher: Matcher, output: SequenceOutput) -> SequenceOutput:
+        """The grammar's way on is beyond its limits: the sequence ends with what it has."""
+        self.scheduler.abort(live.sequence.seq_id)
+        return replace(output, finish_reason=str(FinishReason.ERROR), stats=live.account(),
+                       error=f"The grammar could not be followed any further: {matcher.error}",
+                       error_param=None if live.command.grammar is None else live.command.grammar.param)
 
     def _request_id(self, seq_id: int) -> str:
         return self._live[seq_id].command.request_id

@@ -43,11 +43,13 @@ class FinishWork:
 class CommandInbox:
     """Commands as they arrive, read off the pipe by a thread so that the shell's writes never wait for a step.
 
-    Bounded by the shell: EngineClient keeps at most `max_running + max_waiting` sequences open.
+    Bounded by the shell: EngineClient keeps at most `max_running + max_waiting` sequences open. `prepare` is called
+    by that thread with each command before it is queued: what takes long there holds up no step.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.prepare: Callable[[Command], None] = lambda command: None
         self._queue: queue.SimpleQueue[Command | FinishWork] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -67,7 +69,9 @@ class CommandInbox:
     def _read(self) -> None:
         try:
             while True:
-                self._queue.put(self._connection.recv())
+                command = self._connection.recv()
+                self.prepare(command)
+                self._queue.put(command)
         except (EOFError, OSError):
             os._exit(EXIT_OK)           # the shell is gone, and with it everybody who wanted an answer
 
@@ -95,7 +99,9 @@ def _load_and_serve(config: EngineConfig, inbox: CommandInbox, send: Send) -> in
 
     try:
         engine = Engine(config, clock=time.monotonic)
-        send(engine.load())
+        ready = engine.load()
+        inbox.prepare = engine.prepare
+        send(ready)
         return serve(engine, inbox, send)
     except EngineSetupError as error:
         send(EngineFailed(str(error), users_fault=True))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from worker.core.batch import FinishReason, Preemption, ScheduledSequence, SequenceUpdate
 from worker.core.sequence import Sequence
+from worker.engine.grammar import Matcher
 from worker.engine.messages import SequenceOutput, SequenceStats, SubmitSequence
 from worker.engine.timings import SequenceTimings, StepTiming
 from worker.model.sampler import SamplerRow
@@ -22,6 +23,7 @@ class LiveSequence:
     command: SubmitSequence
     sequence: Sequence
     timings: SequenceTimings
+    matcher: Matcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     lost_until: int = 0
 
@@ -42,7 +44,8 @@ class LiveSequence:
         return SamplerRow(params=self.command.params, choice=self.command.choice,
                           output_index=len(self.output_token_ids), prompt_token_ids=self.command.token_ids,
                           output_token_ids=self.output_token_ids,
-                          banned_token_ids=tuple(self.sequence.banned_token_ids))
+                          banned_token_ids=tuple(self.sequence.banned_token_ids),
+                          allowed=None if self.matcher is None else self.matcher.allowed)
 
     def output(self, update: SequenceUpdate, *, at: float, error: str | None = None) -> SequenceOutput:
         """Book what core says this sequence gained, and put it into the shell's words."""
@@ -50,13 +53,15 @@ class LiveSequence:
             self.output_token_ids.append(token_id)
             self.timings.token(at)
         reason = update.finish_reason if error is None else FinishReason.ERROR
+        if self.matcher is not None and reason is None:
+            self.matcher.advance(update.token_ids)
         return SequenceOutput(
             request_id=self.command.request_id, choice=self.command.choice, token_ids=list(update.token_ids),
             logprobs=None if update.logprobs is None else list(update.logprobs), cached_tokens=update.cached_tokens,
             finish_reason=None if reason is None else str(reason), error=error,
-            stats=None if reason is None else self._stats())
+            stats=None if reason is None else self.account())
 
-    def _stats(self) -> SequenceStats:
+    def account(self) -> SequenceStats:
         sequence = self.sequence
         cached = sequence.num_cached_tokens or 0
         return SequenceStats(

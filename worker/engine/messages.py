@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from worker.core.batch import TokenLogprobs
+from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.block_hash import ExtraKey, HashScheme
 from worker.protocol.cache_events import CacheEvent
@@ -20,6 +21,7 @@ class SubmitSequence:
     """One choice of one request. `token_ids` is the whole prompt; `max_new_tokens` is capped to the context.
 
     `stop_token_ids` end it besides the model's own EOS tokens, which the engine knows and `params.ignore_eos` drops.
+    A `grammar` decides when the answer may end: `ignore_eos` and `min_tokens` yield to it.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class SubmitSequence:
     extra_keys: tuple[ExtraKey, ...] = ()
     priority: int = 0
     arrived_at: float = 0.0
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ class SequenceOutput:
     """What one sequence produced in a step.
 
     `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
-    which is the last of `token_ids`), "length", "abort", "error" (`error` says why); None while it runs.
+    which is the last of `token_ids`), "length", "abort", "error" (`error` says why, `error_param` which field of the
+    request is to blame, if one is); None while it runs.
     """
 
     request_id: str
@@ -119,6 +123,7 @@ class SequenceOutput:
     finish_reason: str | None = None
     stats: SequenceStats | None = None
     error: str | None = None
+    error_param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

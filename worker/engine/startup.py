@@ -16,6 +16,7 @@ from worker.core.batch import ScheduledSequence, StepPlan
 from worker.core.block_pool import BlockPool
 from worker.core.scheduler import KvCacheMode, Scheduler, SchedulerConfig
 from worker.engine.engine_config import EngineConfig, EngineSetupError
+from worker.engine.grammar import GrammarCompiler
 from worker.engine.kv_budget import num_kv_blocks
 from worker.engine.model_runner import ModelRunner
 from worker.engine.timings import EngineRates
@@ -47,6 +48,7 @@ class EngineParts:
     scheduler: Scheduler
     rates: EngineRates
     eos_token_ids: tuple[int, ...]
+    grammars: GrammarCompiler
     notes: tuple[str, ...]
 
 
@@ -70,7 +72,9 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     warm_up(runner, rates, num_tokens=min(WARM_UP_PREFILL_TOKENS, scheduler.max_context - 1, config.max_batch_tokens),
             block_size=config.block_size, vocab_size=model.spec.vocab_size)
     eos_token_ids = tuple(dict.fromkeys((*model.spec.eos_token_ids, *bundle.eos_token_ids)))
-    return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, _notes(config, model, scheduler))
+    grammars = GrammarCompiler(bundle.tokenizer_json, vocab_size=model.spec.vocab_size, eos_token_ids=eos_token_ids)
+    return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, grammars,
+                       _notes(config, model, scheduler))
 
 
 def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bundle: TokenizerBundle) -> HashScheme:

@@ -2,10 +2,10 @@
 
 Order, per row: repetition penalty (as in transformers: over prompt and output, positive logits divided, negative
 multiplied), presence and frequency penalties (as OpenAI defines them: over the output so far), logit_bias, banned
-tokens; then greedy, or temperature, top-k, top-p, min-p in transformers' order, each on what the one before left, and
-one draw. The draw is counter_random.uniform(seed, choice, output index) put through the inverse of the cumulated
-probabilities, so it does not depend on the other rows. Reported logprobs are those of the raw distribution: the
-log-softmax of the unmodified logits.
+tokens, tokens that are not allowed; then greedy, or temperature, top-k, top-p, min-p in transformers' order, each on
+what the one before left, and one draw. The draw is counter_random.uniform(seed, choice, output index) put through the
+inverse of the cumulated probabilities, so it does not depend on the other rows.
+Reported logprobs are those of the raw distribution: the log-softmax of the unmodified logits.
 Never sorts a vocabulary when the most likely few hundred tokens settle the matter: a full sort of 262,144 is 21 ms.
 """
 
@@ -26,7 +26,11 @@ _CANDIDATES_GROWTH = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplerRow:
-    """One row of logits and what decides its token. `output_index` counts the choice's output tokens from 0."""
+    """One row of logits and what decides its token. `output_index` counts the choice's output tokens from 0.
+
+    `allowed`: one bit per token id, the lowest bit of a byte first; ids beyond its end are not allowed. At least one
+    must be. None allows all.
+    """
 
     params: SamplingParams
     choice: int
@@ -34,6 +38,7 @@ class SamplerRow:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     banned_token_ids: Sequence[int] = ()
+    allowed: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ def _is_plain_greedy(row: SamplerRow) -> bool:
 def _is_modified(row: SamplerRow) -> bool:
     params = row.params
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-                or params.logit_bias or row.banned_token_ids)
+                or params.logit_bias or row.banned_token_ids or row.allowed is not None)
 
 
 def _choose(logits: torch.Tensor, row: SamplerRow) -> int:
@@ -99,7 +104,20 @@ def _modified(logits: torch.Tensor, row: SamplerRow) -> torch.Tensor:
         logits[_ids(params.logit_bias, logits)] += bias
     if row.banned_token_ids:
         logits[_ids(row.banned_token_ids, logits)] = -torch.inf
+    if row.allowed is not None:
+        logits.masked_fill_(_not_allowed(row.allowed, logits), -torch.inf)
     return logits
+
+
+def _not_allowed(allowed: bytes, like: torch.Tensor) -> torch.Tensor:
+    """Bool [vocab]: the bits of `allowed` turned round."""
+    vocab = like.shape[-1]
+    packed = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(like.device)
+    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=like.device) & 1
+    closed = torch.ones(vocab, dtype=torch.bool, device=like.device)
+    known = min(vocab, bits.numel())
+    closed[:known] = bits.flatten()[:known] == 0
+    return closed
 
 
 def _ids(token_ids: Sequence[int] | set[int] | dict[int, float] | Counter[int], like: torch.Tensor) -> torch.Tensor:

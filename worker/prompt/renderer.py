@@ -12,6 +12,7 @@ from typing import Any
 from worker.prompt.chat_template import ChatTemplate
 from worker.prompt.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
+from worker.prompt.tool_style import style_of_template
 from worker.protocol.api_error import ApiError, invalid_request
 
 TOOL_TEMPLATE = "tool_use"
@@ -25,6 +26,8 @@ class PromptRenderer:
         self.tokenizer = PromptTokenizer(bundle)
         self._templates = {name: ChatTemplate(source, bundle.special_tokens)
                            for name, source in bundle.chat_templates.items()}
+        self.tool_style = style_of_template(
+            bundle.chat_templates.get(TOOL_TEMPLATE) or bundle.chat_templates.get("default") or "")
 
     def chat(self, request: ChatRequest) -> list[int]:
         """The ids of a chat prompt.
@@ -91,7 +94,7 @@ class PromptRenderer:
 
 
 def _wants_tools(request: ChatRequest | TokenizeRequest) -> bool:
-    return not isinstance(request, ChatRequest) or request.tool_choice != "none"
+    return not isinstance(request, ChatRequest) or request.may_call_tools
 
 
 def _out_of_vocabulary(token_id: int, vocab_size: int, param: str) -> ApiError:

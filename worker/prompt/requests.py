@@ -16,6 +16,7 @@ import msgspec
 
 from worker.prompt.json_body import decode_body
 from worker.prompt.messages import check_chat_template_kwargs, check_messages, check_tools
+from worker.prompt.output_shape import ToolChoice, response_schema, tool_choice
 from worker.prompt.request_schema import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     MAX_LOGIT_BIAS_TOKENS,
@@ -39,6 +40,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_tokens` None: up to the end of the context. `seed_given` False: the server draws `sampling.seed`.
     `sampling.logprobs` holds the normalised `logprobs`/`top_logprobs`. `unknown` are ignored top-level fields.
+    `response_schema`: the JSON schema that `response_format` asks for, as JSON text.
     """
 
     model: str
@@ -55,6 +57,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    response_schema: str | None = None
     unknown: tuple[str, ...] = ()
 
     @property
@@ -67,14 +70,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """A chat body. `messages` are plain dicts as templates want them (roles checked, text parts kept as sent)."""
+    """A chat body. `messages` are plain dicts as templates want them (roles checked, text parts kept as sent).
+
+    `forced_tool` is the one tool that a `tool_choice` of "named" allows.
+    """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
-    tool_choice: str = "auto"
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    forced_tool: str | None = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def may_call_tools(self) -> bool:
+        return self.tools is not None and self.tool_choice is not ToolChoice.NONE
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -121,11 +133,12 @@ def parse_chat(body: bytes) -> ChatRequest:
     check_messages(given.messages)
     _refuse_unsupported_chat(given)
     tools = _checked_tools(given.tools)
+    choice, forced_tool = tool_choice(given.tool_choice, tools)
     shared = _shared(given, unknown, logprobs=_chat_logprobs(given),
                      max_tokens=given.max_completion_tokens or given.max_tokens)
     return ChatRequest(
-        **shared, messages=tuple(given.messages), tools=tools, tool_choice=_tool_choice(given, tools),
-        **_template_options(given))
+        **shared, messages=tuple(given.messages), tools=tools, tool_choice=choice, forced_tool=forced_tool,
+        parallel_tool_calls=given.parallel_tool_calls is not False, **_template_options(given))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -173,9 +186,6 @@ def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | 
     """The fields of GenerationRequest, with everything that holds for both routes checked."""
     if given.stream_options is not None and not given.stream:
         raise invalid_request("stream_options is only allowed when stream is true.", "stream_options")
-    if given.response_format is not None and given.response_format.type != "text":
-        raise invalid_request(f"response_format of type {given.response_format.type[:64]!r} is not supported; "
-                              "only 'text' is.", "response_format")
     if max_tokens is not None and (given.min_tokens or 0) > max_tokens:
         raise invalid_request(f"min_tokens ({given.min_tokens}) is larger than max_tokens ({max_tokens}).",
                               "min_tokens")
@@ -186,7 +196,7 @@ def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | 
         "include_usage": bool(options and options.include_usage), "return_token_ids": bool(given.return_token_ids),
         "cache_salt": given.cache_salt, "priority": given.priority or 0, "user": given.user,
         "prompt_cache_key": given.prompt_cache_key, "prompt_cache_retention": given.prompt_cache_retention,
-        "unknown": unknown,
+        "response_schema": response_schema(given.response_format), "unknown": unknown,
     }
 
 
@@ -277,17 +287,6 @@ def _checked_tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], 
         return None
     check_tools(tools)
     return tuple(tools)
-
-
-def _tool_choice(given: ChatBody, tools: tuple[dict[str, Any], ...] | None) -> str:
-    choice = given.tool_choice
-    if choice is None:
-        return "auto" if tools else "none"
-    if choice not in ("auto", "none"):
-        raise invalid_request("tool_choice must be 'auto' or 'none': forced calls are not supported.", "tool_choice")
-    if not tools and choice == "auto":
-        raise invalid_request("tool_choice is only allowed when tools are given.", "tool_choice")
-    return str(choice)
 
 
 def _template_options(given: ChatBody | TokenizeBody) -> dict[str, Any]:

@@ -210,6 +210,11 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token, which no text can spell; None when the text is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self.special_token_ids else None
+
     def token_text(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it ("Ġthe", "▁the", "<0xE2>"); None when there is no such token."""
         text: str | None = self._tokenizer.id_to_token(token_id)

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from worker.core.batch import TokenLogprobs
 from worker.engine.messages import SequenceOutput, SequenceStats
 from worker.prompt.detokenizer import StreamDetokenizer
-from worker.protocol.api_error import ApiError
+from worker.prompt.tool_parser import Parsed, ToolCall, ToolCallParser
+from worker.protocol.api_error import ApiError, invalid_request
 
 AbortChoice = Callable[[int | None], None]
 
@@ -30,8 +31,8 @@ AbortChoice = Callable[[int | None], None]
 class ChoiceDelta:
     """What one choice gained: text that can no longer change, the tokens that came, their log-probabilities.
 
-    Text may lag behind the tokens (half a character, a possible stop string). `finish_reason` is "stop", "length" or
-    "abort" on the last delta of a choice.
+    Text may lag behind the tokens (half a character, a possible stop string or tool call). `tool_calls` come after
+    the text. `finish_reason` is "stop", "tool_calls", "length" or "abort" on the last delta of a choice.
     """
 
     choice: int
@@ -39,11 +40,13 @@ class ChoiceDelta:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(slots=True)
 class _Choice:
     detokenizer: StreamDetokenizer
+    tool_parser: ToolCallParser | None
     num_tokens: int = 0
     cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -76,6 +79,7 @@ class Generation:
     tokenize_s: float
     detokenizers: Sequence[StreamDetokenizer]
     abort: AbortChoice
+    tool_parsers: Sequence[ToolCallParser | None] = ()
     arrived_at: float = field(default_factory=time.monotonic)
     abandoned: bool = False
     _choices: list[_Choice] = field(init=False)
@@ -84,7 +88,9 @@ class Generation:
     _error: ApiError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._choices = [_Choice(detokenizer) for detokenizer in self.detokenizers]
+        parsers = self.tool_parsers or [None] * len(self.detokenizers)
+        self._choices = [_Choice(detokenizer, parser)
+                         for detokenizer, parser in zip(self.detokenizers, parsers, strict=True)]
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
@@ -96,7 +102,7 @@ class Generation:
         if output.finish_reason is not None:
             choice.released, choice.stats = True, output.stats
         if output.finish_reason == "error":
-            self.fail(ApiError(500, "worker_failed", output.error or "The engine could not finish this request."))
+            self.fail(_error(output))
         elif choice.finish_reason is None and not self.abandoned:
             self._advance(choice, output)
 
@@ -171,23 +177,38 @@ class Generation:
         text_ids = output.token_ids[:-1] if ends_with_stop_token else output.token_ids
         pushed = choice.detokenizer.push(text_ids)
         if pushed.stopped:
-            self._finish_at_stop_string(choice, output, text=pushed.text, num_tokens=pushed.num_tokens_used)
+            self._append(choice, output, text=pushed.text, num_tokens=pushed.num_tokens_used, reason="stop")
+            if not choice.released:
+                self.abort(output.choice)
             return
-        choice.num_tokens += len(output.token_ids)
         text = pushed.text
         if output.finish_reason is not None:
             text += choice.detokenizer.finish()
-            choice.finish_reason = output.finish_reason
-        self._append(ChoiceDelta(output.choice, text, output.token_ids, output.logprobs, output.finish_reason))
+        self._append(choice, output, text=text, num_tokens=len(output.token_ids), reason=output.finish_reason)
 
-    def _finish_at_stop_string(self, choice: _Choice, output: SequenceOutput, *, text: str, num_tokens: int) -> None:
+    def _append(self, choice: _Choice, output: SequenceOutput, *, text: str, num_tokens: int,
+                reason: str | None) -> None:
         choice.num_tokens += num_tokens
-        choice.finish_reason = "stop"
+        parsed = _parse(choice.tool_parser, text, is_last=reason is not None)
+        if reason == "stop" and choice.tool_parser is not None and choice.tool_parser.has_calls:
+            reason = "tool_calls"
+        choice.finish_reason = reason
         logprobs = None if output.logprobs is None else output.logprobs[:num_tokens]
-        self._append(ChoiceDelta(output.choice, text, output.token_ids[:num_tokens], logprobs, "stop"))
-        if not choice.released:
-            self.abort(output.choice)
-
-    def _append(self, delta: ChoiceDelta) -> None:
-        self._deltas.append(delta)
+        self._deltas.append(ChoiceDelta(output.choice, parsed.text, output.token_ids[:num_tokens], logprobs, reason,
+                                        parsed.calls))
         self._news.set()
+
+
+def _parse(parser: ToolCallParser | None, text: str, *, is_last: bool) -> Parsed:
+    """The text and the calls in it; on a choice's last text, all that was held back too."""
+    if parser is None:
+        return Parsed(text)
+    parsed = parser.push(text)
+    return Parsed(parsed.text + parser.finish(), parsed.calls) if is_last else parsed
+
+
+def _error(output: SequenceOutput) -> ApiError:
+    message = output.error or "The engine could not finish this request."
+    if output.error_param is not None:
+        return invalid_request(message, output.error_param)
+    return ApiError(500, "worker_failed", message)

@@ -19,6 +19,7 @@ from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
+from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import ChoiceDelta, Generation
 from worker.server.intake import CHAT, COMPLETIONS, Admission, Route, admit
@@ -76,12 +77,14 @@ def _generation(request: web.Request, shell: Shell, admission: Admission, route:
     key = shell.requests.free_key(request[REQUEST_ID])
     detokenizers = [
         StreamDetokenizer(serving.renderer.tokenizer, prompt_tail_ids=prompt[-PROMPT_TAIL_TOKENS:], stop=body.stop,
-                          min_tokens=body.sampling.min_tokens)
+                          min_tokens=body.sampling.min_tokens,
+                          skip_special_tokens=not needs_special_tokens(body, serving.renderer))
         for prompt in admission.prompts for _ in range(body.n)
     ]
     return Generation(key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
                       prompt_lengths=[len(prompt) for prompt in admission.prompts], num_choices_per_prompt=body.n,
                       tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
+                      tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
                       abort=lambda choice: shell.engine.abort(key, choice))
 
 
@@ -91,7 +94,7 @@ def _sequences(generation: Generation, admission: Admission) -> list[SubmitSeque
         SubmitSequence(request_id=generation.key, choice=index * body.n + number, token_ids=prompt,
                        params=admission.params, max_new_tokens=admission.max_new_tokens[index],
                        stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys,
-                       priority=body.priority, arrived_at=generation.arrived_at)
+                       priority=body.priority, arrived_at=generation.arrived_at, grammar=admission.grammar)
         for index, prompt in enumerate(admission.prompts) for number in range(body.n)
     ]
 
@@ -100,7 +103,7 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
     serving = shell.require_serving()
     head = ResponseHead(request_id=generation.request_id, created=int(time.time()), model=serving.ready.model,
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
-                        return_token_ids=admission.body.return_token_ids)
+                        return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
     return (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
 
 

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from worker.engine.messages import EngineReady
+from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from worker.prompt.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 from worker.protocol.internal_request import WORKER_TOKEN_HEADER, decode_internal, is_internal
 from worker.protocol.logs import get_logger
+from worker.server.answer_form import grammar_of
 from worker.server.error_middleware import body_too_large
 from worker.server.shell import Serving, Shell
 
@@ -69,6 +71,7 @@ class Admission:
     stop_token_ids: frozenset[int]
     extra_keys: tuple[ExtraKey, ...]
     tokenize_s: float
+    grammar: GrammarSpec | None
 
 
 async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
@@ -89,7 +92,8 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
     return Admission(body, prompts, _max_new_tokens(body, prompts, serving.ready, route), _with_seed(body),
-                     _stop_token_ids(body, serving.ready), extra_keys, tokenize_s)
+                     _stop_token_ids(body, serving.ready), extra_keys, tokenize_s,
+                     grammar_of(body, serving.renderer))
 
 
 def require_worker_token(request: web.Request, shell: Shell) -> None:

@@ -6,6 +6,7 @@ to one request and remembers what the next chunk depends on (text offsets, which
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.core.batch import TokenLogprobs
+from worker.prompt.tool_parser import ToolCall
+from worker.prompt.tool_style import HERMES, ToolStyle
 from worker.server.generation import Account, ChoiceDelta
 from worker.server.token_text import TokenText
 
@@ -30,6 +33,7 @@ class ResponseHead:
     system_fingerprint: str
     return_token_ids: bool
     include_usage: bool
+    tool_style: ToolStyle = HERMES
 
 
 @dataclass(slots=True)
@@ -40,9 +44,11 @@ class FullChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
+        self.tool_calls.extend(delta.tool_calls)
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
@@ -70,7 +76,7 @@ class ResponseFormat(ABC):
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """The stream chunks for one delta: none when it would say nothing."""
-        said_nothing = not delta.text and delta.finish_reason is None and delta.logprobs is None
+        said_nothing = not (delta.text or delta.tool_calls) and delta.finish_reason is None and delta.logprobs is None
         if said_nothing and not self._head.return_token_ids:
             return []
         return [self._chunk([self._chunk_choice(delta)])]
@@ -127,14 +133,29 @@ class ChatFormat(ResponseFormat):
         return [self._chunk([self._with_token_ids(opening, ())]), *rest]
 
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
-        choice = {"index": delta.choice, "delta": {"content": delta.text} if delta.text else {},
+        said: Json = {"content": delta.text} if delta.text else {}
+        if delta.tool_calls:
+            said["tool_calls"] = [{"index": call.index, **self._tool_call(delta.choice, call)}
+                                  for call in delta.tool_calls]
+        choice = {"index": delta.choice, "delta": said,
                   "logprobs": self._logprobs(delta.token_ids, delta.logprobs), "finish_reason": delta.finish_reason}
         return self._with_token_ids(choice, delta.token_ids)
 
     def _full_choice(self, index: int, choice: FullChoice) -> Json:
-        item = {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.token_ids, choice.logprobs), "finish_reason": choice.finish_reason}
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.tool_calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [self._tool_call(index, call) for call in choice.tool_calls]
+        item = {"index": index, "message": message, "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+                "finish_reason": choice.finish_reason}
         return self._with_token_ids(item, choice.token_ids)
+
+    def _tool_call(self, choice: int, call: ToolCall) -> Json:
+        """Its id is a function of where it stands, so that an answer that moves to another worker keeps it."""
+        style = self._head.tool_style
+        digest = hashlib.sha256(f"{self._head.request_id}/{choice}/{call.index}".encode()).hexdigest()
+        return {"id": style.call_id_prefix + digest[:style.call_id_chars], "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments}}
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
         if logprobs is None:
