@@ -81,8 +81,7 @@ async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, b
     body = bytearray(answer.first_chunk)
     try:
         while len(body) <= MAX_WHOLE_BODY_BYTES:
-            async with asyncio.timeout(limits.chunk_gap_s):
-                chunk = await answer.response.read_chunk()
+            chunk = await answer.response.read_chunk(limits.chunk_gap_s)
             if not chunk:
                 return bytes(body), True
             body += chunk
@@ -98,8 +97,7 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits) -> 
     chunk = b""
     while True:
         try:
-            async with asyncio.timeout(limits.chunk_gap_s):
-                chunk = await answer.response.read_chunk()
+            chunk = await answer.response.read_chunk(limits.chunk_gap_s)
         except TimeoutError as silent:
             raise UpstreamFailure(FailureKind.TIMEOUT, "silent") from silent
         if not chunk:
@@ -112,8 +110,7 @@ async def _next_chunk(answer: FirstAnswer, tail: StreamTail, write: Write, limit
     while True:
         wait_s = min(limits.keepalive_s, limits.chunk_gap_s - silent_s)
         try:
-            async with asyncio.timeout(wait_s):
-                return await answer.response.read_chunk()
+            return await answer.response.read_chunk(wait_s)
         except TimeoutError:
             silent_s += wait_s
         if silent_s >= limits.chunk_gap_s:
