@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from gateway.relay.connection import Connection, Exchange
+from gateway.relay.http_head import head_bytes
 from gateway.relay.upstream import FailureKind, UpstreamFailure, UpstreamRequest, UpstreamResponse
 
 MAX_CONNECTIONS = 4096
@@ -202,12 +202,7 @@ async def _answered(exchange: Exchange) -> Exchange:
 
 
 def _request_head(beginning: str, request: UpstreamRequest) -> bytes:
-    headers: Mapping[str, str] = request.headers
-    lines = [beginning, *[f"{name}: {value}" for name, value in headers.items()]]
+    headers = list(request.headers.items())
     if request.body or request.method == "POST":
-        lines.append(f"Content-Length: {len(request.body)}")
-    head = "\r\n".join(lines)
-    # One line break more than we wrote is somebody else's header.
-    if head.count("\n") != len(lines) or head.count("\r") != len(lines):
-        raise ValueError("a line break inside a request header")
-    return f"{head}\r\n\r\n".encode("utf-8", "surrogateescape")
+        headers.append(("Content-Length", str(len(request.body))))
+    return head_bytes(beginning, headers)

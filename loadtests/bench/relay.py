@@ -12,10 +12,8 @@ out into a temporary git worktree, so that any two states of the data path can b
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
-import random
 import secrets
 import statistics
 import subprocess
@@ -31,13 +29,12 @@ import orjson
 import uvloop
 
 from loadtests.bench.relay_client import Load, run_load
-from loadtests.bench.relay_worker import MODEL, NUM_CHUNKS, SEED, words
+from loadtests.bench.relay_prompts import SEED, bodies
+from loadtests.bench.relay_worker import NUM_CHUNKS
 from loadtests.local_stack import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
-BODY_BYTES = 1000  # "1 KB": up to 1,024 bytes a gateway tokenises on its loop
-NUM_PROMPTS = 64
 
 
 @dataclass
@@ -72,19 +69,6 @@ def cpu_ns(pid: int) -> int:
     return total
 
 
-def bodies(stream: bool) -> list[bytes]:
-    """Chat requests of BODY_BYTES; groups of four share their first three quarters."""
-    rng = random.Random(SEED)
-    shared = [words(rng, 400) for _ in range(NUM_PROMPTS // 4)]
-    found = []
-    for number in range(NUM_PROMPTS):
-        text = shared[number // 4][:BODY_BYTES * 3 // 4] + words(rng, 400)
-        empty = {"model": MODEL, "stream": stream, "max_tokens": 64, "messages": [{"role": "user", "content": ""}]}
-        empty["messages"] = [{"role": "user", "content": text[:BODY_BYTES - len(orjson.dumps(empty))]}]
-        found.append(orjson.dumps(empty))
-    return found
-
-
 def measure(arms: list[Arm], sizes: Sizes) -> None:
     """Fill in the arms' figures: every round goes over all of them, beginning with another each time."""
     for number in range(sizes.rounds):
@@ -100,7 +84,7 @@ def measure(arms: list[Arm], sizes: Sizes) -> None:
             arm.chunk_us.append((cpu_ns(arm.pid) - before) / (sizes.streams * (NUM_CHUNKS + 1)) / 1000)
 
 
-# ---- processes ---------------------------------------------------------------------------------------------------------
+# ---- processes ---------------------------------------------------------------------------------------------------
 
 
 def _environment(tree: Path, token: str) -> dict[str, str]:
@@ -168,7 +152,7 @@ def running_arms(refs: list[str]) -> Iterator[list[Arm]]:
         yield arms
 
 
-# ---- report ------------------------------------------------------------------------------------------------------------
+# ---- report ------------------------------------------------------------------------------------------------------
 
 
 def summary(arms: list[Arm]) -> dict[str, object]:

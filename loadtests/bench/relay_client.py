@@ -1,4 +1,4 @@
-"""The near end of the relay benchmark: keeps so many connections busy, closed loop, and checks every answer's framing."""
+"""The near end of the relay benchmark: keeps connections busy, closed loop, and checks every answer's framing."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class _Client(asyncio.Protocol):
             return
         body = self._load.bodies[self._numbers.pop() % len(self._load.bodies)]
         self._began_at = time.perf_counter()
-        self._transport.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-                              b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        self._transport.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\n"
+                              b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

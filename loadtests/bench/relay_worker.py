@@ -2,8 +2,9 @@
 
     python -m loadtests.bench.relay_worker --port 9100
 
-Speaks enough of a headstart worker's side channel for a gateway to route to it by prefix: a small real tokenizer, empty
-event sockets, an empty snapshot. Answers are a fixed body, or a stream of NUM_CHUNKS chunks every `x-pace-ms`.
+Speaks enough of a headstart worker's side channel for a gateway to route to it by prefix: a small real tokenizer,
+silent event sockets, a snapshot that holds every prompt of the benchmark. Answers are a fixed body, or a stream of
+NUM_CHUNKS chunks, one every PACE_S.
 Must never: parse more of a request than its length and what it asks for.
 """
 
@@ -11,27 +12,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 
 import orjson
 import uvloop
-import zmq
-import zmq.asyncio
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from zmq.asyncio import Context
+from zmq.constants import SocketOption, SocketType
 
+from loadtests.bench.relay_prompts import MODEL, bench_bundle, bodies
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import parse_tokenize
-from worker.prompt.tokenizer import TokenizerBundle
-from worker.protocol.block_hash import HashScheme
-from worker.protocol.cache_events import SnapshotHeader, encode_replay_end, encode_snapshot_header
+from worker.prompt.requests import parse_chat, parse_tokenize
+from worker.protocol.block_hash import HashScheme, block_hashes
+from worker.protocol.cache_events import (
+    BlockStored,
+    SnapshotHeader,
+    encode_replay_end,
+    encode_snapshot_block,
+    encode_snapshot_header,
+)
 
-MODEL = "bench"
 BLOCK_SIZE = 16
-VOCAB_SIZE = 2048
-SEED = 11
 NUM_CHUNKS = 64
 PACE_S = 0.020
-_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 _ANSWER = orjson.dumps({
     "id": "chatcmpl-bench", "object": "chat.completion", "created": 1, "model": MODEL,
     "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "word " * 30}}],
@@ -42,25 +43,6 @@ _EVENT = b"data: " + orjson.dumps({
     "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}]}) + b"\n\n"
 _LAST = b"data: [DONE]\n\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def words(rng: random.Random, count: int) -> str:
-    """Seeded text of made-up words, a few hundred of them, so that a small vocabulary covers it as one does prose."""
-    syllables = ("ka", "to", "ri", "men", "sol", "va", "ne", "tur", "pi", "lo", "den", "as")
-    known = ["".join(rng.choices(syllables, k=rng.randrange(1, 4))) for _ in range(400)]
-    return " ".join(rng.choices(known, k=count))
-
-
-def bench_bundle() -> TokenizerBundle:
-    """A byte-level BPE trained on seeded text: about four characters a token, like a real one on prose."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.train_from_iterator([words(random.Random(SEED), 20_000)], trainer)
-    return TokenizerBundle(tokenizer_json=tokenizer.to_str().encode(), special_tokens={},
-                           chat_templates={"default": _TEMPLATE}, eos_token_ids=(0,))
 
 
 def response(body: bytes, content_type: bytes = b"application/json", more: bytes = b"") -> bytes:
@@ -83,11 +65,11 @@ class SideChannel:
         scheme = HashScheme(block_size=BLOCK_SIZE, seed=b"bench", model=MODEL, weights="w", kv_dtype="float32",
                             tokenizer=self._bundle.tokenizer_digest, template=self._bundle.template_digest,
                             exactness="fast")
-        self._context = zmq.asyncio.Context()
-        sockets = [self._context.socket(kind) for kind in (zmq.PUB, zmq.ROUTER)]
+        self._context = Context()
+        sockets = [self._context.socket(kind) for kind in (SocketType.PUB, SocketType.ROUTER)]
         for socket in sockets:
             socket.bind("tcp://127.0.0.1:*")
-        endpoints = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in sockets]
+        endpoints = [socket.getsockopt_string(SocketOption.LAST_ENDPOINT) for socket in sockets]
         self._sockets = sockets
         self._kv = response(orjson.dumps({
             "engine": "headstart", "version": "bench", "epoch": "bench", "model": MODEL, "block_size": BLOCK_SIZE,
@@ -96,9 +78,21 @@ class SideChannel:
             "events": {"endpoint": endpoints[0], "replay_endpoint": endpoints[1], "topic": ""},
             "blocks": {"total": 100_000, "free": 90_000, "cached": 10_000, "used": 0},
             "rates": {"prefill_tokens_per_s": 4000.0, "decode_step_s": 0.01}}))
-        self._snapshot = response(encode_snapshot_header(SnapshotHeader(
-            epoch="bench", barrier_seq=0, block_size=BLOCK_SIZE, num_blocks=0, hash_scheme_digest=scheme.digest())))
+        blocks = self._prompt_blocks(scheme)
+        header = SnapshotHeader(epoch="bench", barrier_seq=0, block_size=BLOCK_SIZE, num_blocks=len(blocks),
+                                hash_scheme_digest=scheme.digest())
+        self._snapshot = response(encode_snapshot_header(header) + b"".join(map(encode_snapshot_block, blocks)))
         self._tokenizer = response(self._bundle.to_wire(), more=b'ETag: "%b"\r\n' % self._bundle.digest.encode())
+
+    def _prompt_blocks(self, scheme: HashScheme) -> list[BlockStored]:
+        found: dict[int, BlockStored] = {}
+        for body in bodies(stream=False):
+            tokens, parent = self._renderer.chat(parse_chat(body)), None
+            for index, block_hash in enumerate(block_hashes(tokens, scheme, ())):
+                own = tuple(tokens[index * BLOCK_SIZE:(index + 1) * BLOCK_SIZE])
+                found[block_hash] = BlockStored((block_hash,), parent, own, BLOCK_SIZE, ())
+                parent = block_hash
+        return list(found.values())
 
     async def serve_replays(self) -> None:
         """There never was an event, so every replay is empty."""
