@@ -20,7 +20,8 @@ from worker.protocol.api_error import ApiError
 # Bodies up to this size are complete before the client sees their first byte; larger ones pass as they come.
 MAX_WHOLE_BODY_BYTES = 8 * 1024 * 1024
 
-Write = Callable[[bytes], Awaitable[None]]
+# Something to await only when the client cannot take more for now; ConnectionError when it has left.
+Write = Callable[[bytes], Awaitable[None] | None]
 RenderError = Callable[[ApiError], bytes]
 
 
@@ -58,7 +59,7 @@ async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderEr
         while chunk:
             tail.feed(chunk)
             num_chunks += 1
-            await _write(write, chunk, limits)
+            await relay_bytes(chunk, write, limits)
             chunk = await _next_chunk(answer, tail, write, limits)
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
     except UpstreamFailure as lost:
@@ -69,7 +70,7 @@ async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderEr
         failure = None  # everything was said; how the connection ended after that is nobody's concern
     else:
         failure = failure or errors.worker_failed("The worker ended the stream without [DONE].")
-        await _write(write, error_event(render_error(failure)), limits)
+        await relay_bytes(error_event(render_error(failure)), write, limits)
     return StreamEnd(failure, tail, num_chunks, first_chunk_at, last_chunk_at)
 
 
@@ -81,8 +82,7 @@ async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, b
     body = bytearray(answer.first_chunk)
     try:
         while len(body) <= MAX_WHOLE_BODY_BYTES:
-            async with asyncio.timeout(limits.chunk_gap_s):
-                chunk = await answer.response.read_chunk()
+            chunk = await answer.response.read_chunk(limits.chunk_gap_s)
             if not chunk:
                 return bytes(body), True
             body += chunk
@@ -98,13 +98,12 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits) -> 
     chunk = b""
     while True:
         try:
-            async with asyncio.timeout(limits.chunk_gap_s):
-                chunk = await answer.response.read_chunk()
+            chunk = await answer.response.read_chunk(limits.chunk_gap_s)
         except TimeoutError as silent:
             raise UpstreamFailure(FailureKind.TIMEOUT, "silent") from silent
         if not chunk:
             return
-        await _write(write, chunk, limits)
+        await relay_bytes(chunk, write, limits)
 
 
 async def _next_chunk(answer: FirstAnswer, tail: StreamTail, write: Write, limits: RelayLimits) -> bytes:
@@ -112,20 +111,22 @@ async def _next_chunk(answer: FirstAnswer, tail: StreamTail, write: Write, limit
     while True:
         wait_s = min(limits.keepalive_s, limits.chunk_gap_s - silent_s)
         try:
-            async with asyncio.timeout(wait_s):
-                return await answer.response.read_chunk()
+            return await answer.response.read_chunk(wait_s)
         except TimeoutError:
             silent_s += wait_s
         if silent_s >= limits.chunk_gap_s:
             raise UpstreamFailure(FailureKind.TIMEOUT, f"silent for {silent_s:g} s")
         if tail.at_event_border:
-            await _write(write, KEEPALIVE_COMMENT, limits)
+            await relay_bytes(KEEPALIVE_COMMENT, write, limits)
 
 
-async def _write(write: Write, data: bytes, limits: RelayLimits) -> None:
+async def relay_bytes(data: bytes, write: Write, limits: RelayLimits) -> None:
+    """Write, and wait for a slow client, but not for ever: ClientLeft."""
     try:
-        async with asyncio.timeout(limits.chunk_gap_s):
-            await write(data)
+        is_taken = write(data)
+        if is_taken is not None:
+            async with asyncio.timeout(limits.chunk_gap_s):
+                await is_taken
     except TimeoutError as stalled:
         raise ClientLeft(f"read nothing for {limits.chunk_gap_s:g} s") from stalled
     except ConnectionError as gone:

@@ -159,6 +159,6 @@ async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: in
 def _next_attempt(choose: Choose, tried: set[str], last: AttemptFailed | None) -> Attempt | None:
     attempt = choose(frozenset(tried), last)
     if attempt is None and last is not None and last.same_worker:
-        # A pooled connection that the worker had just closed looks like a reset. Alone, the worker gets another try.
+        # A connection may break without the worker being to blame. Alone, the worker gets another try.
         return choose(frozenset(), last)
     return attempt

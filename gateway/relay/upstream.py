@@ -1,26 +1,18 @@
 """The way to a worker: one request out, one response back, bytes untouched.
 
-Owns: pooled connections and what can go wrong on them, named.
-Must never: retry, interpret a body, or follow a redirect.
-The interface is as narrow as the relay needs, so that the client behind it can be replaced.
+Owns: the interface, and what can go wrong on the way, named. connection_pool.py holds the implementation.
+Must never: interpret a body, or follow a redirect.
+The interface is as narrow as the relay needs, so that the client behind it can be replaced; tests/conformance holds
+every implementation to it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
 from typing import Protocol
-
-import aiohttp
-
-MAX_CONNECTIONS = 4096
-IDLE_CONNECTION_S = 15.0
-READ_BUFFER_BYTES = 64 * 1024
 
 
 class FailureKind(Enum):
@@ -42,12 +34,16 @@ class UpstreamFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest:
-    """One request to a worker. `ssl_context` is for https workers with a CA of their own; None verifies as usual."""
+    """One request to a worker. `ssl_context` is for https workers with a CA of their own; None verifies as usual.
+
+    The implementation adds Host and Content-Length. A name or value that would break the head is our bug: ValueError.
+    """
 
     url: str
     headers: Mapping[str, str]
     body: bytes
     ssl_context: ssl.SSLContext | None = None
+    method: str = "POST"
 
 
 class UpstreamResponse(Protocol):
@@ -68,8 +64,11 @@ class UpstreamResponse(Protocol):
         """Seconds spent on getting a connection; next to nothing for a pooled one."""
         ...
 
-    async def read_chunk(self) -> bytes:
-        """What has arrived, b"" at a proper end; UpstreamFailure(RESET) at any other. Cancelling it loses nothing."""
+    async def read_chunk(self, within_s: float | None = None) -> bytes:
+        """What has arrived, b"" at a proper end; UpstreamFailure(RESET) at any other. Cancelling it loses nothing.
+
+        TimeoutError when nothing has arrived for `within_s`: nothing is lost, and it may be called again.
+        """
         ...
 
     def close(self) -> None:
@@ -87,76 +86,3 @@ class Upstream(Protocol):
     async def close(self) -> None:
         """Close every connection."""
         ...
-
-
-class PooledUpstream:
-    """Upstream over one aiohttp session. Create it inside a running loop."""
-
-    def __init__(self, *, connect_timeout_s: float) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=IDLE_CONNECTION_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-            auto_decompress=False, read_bufsize=READ_BUFFER_BYTES, cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"), trace_configs=[_connect_trace()])
-
-    async def open(self, request: UpstreamRequest) -> UpstreamResponse:
-        """See Upstream."""
-        tls: ssl.SSLContext | bool = request.ssl_context or True
-        watch = _ConnectWatch()
-        try:
-            response = await self._session.post(request.url, data=request.body, headers=request.headers, ssl=tls,
-                                                allow_redirects=False, trace_request_ctx=watch)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as failure:
-            raise UpstreamFailure(FailureKind.CONNECT, str(failure)) from failure
-        except (aiohttp.ClientError, OSError) as failure:
-            raise UpstreamFailure(FailureKind.RESET, _describe(failure)) from failure
-        return _PooledResponse(response, watch.seconds)
-
-    async def close(self) -> None:
-        """See Upstream."""
-        await self._session.close()
-
-
-class _PooledResponse:
-    def __init__(self, response: aiohttp.ClientResponse, connect_s: float) -> None:
-        self._response = response
-        self.connect_s = connect_s
-        self.status = response.status
-        self.headers = {name.lower(): value for name, value in response.headers.items()}
-
-    async def read_chunk(self) -> bytes:
-        try:
-            return await self._response.content.readany()
-        except asyncio.CancelledError:
-            raise
-        except (aiohttp.ClientError, OSError) as failure:
-            raise UpstreamFailure(FailureKind.RESET, _describe(failure)) from failure
-
-    def close(self) -> None:
-        # aiohttp hands a response's connection back by itself once its last byte is read; close() then does nothing.
-        self._response.close()
-
-
-class _ConnectWatch:
-    """Times the making of one connection; 0 when the pool had one."""
-
-    def __init__(self) -> None:
-        self.began_at = 0.0
-        self.seconds = 0.0
-
-
-def _connect_trace() -> aiohttp.TraceConfig:
-    async def began(_: object, context: SimpleNamespace, __: object) -> None:
-        context.trace_request_ctx.began_at = time.perf_counter()
-
-    async def ended(_: object, context: SimpleNamespace, __: object) -> None:
-        context.trace_request_ctx.seconds = time.perf_counter() - context.trace_request_ctx.began_at
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_start.append(began)
-    trace.on_connection_create_end.append(ended)
-    return trace
-
-
-def _describe(failure: Exception) -> str:
-    return str(failure) or type(failure).__name__

@@ -20,7 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.knowledge.discovery.static import DiscoveryError, static_workers
 from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.knowledge.worker_poll import WorkerPoll
-from gateway.relay.upstream import PooledUpstream
+from gateway.relay.connection_pool import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.admin_token import admin_token_of
 from gateway.server.dispatch import Dispatcher

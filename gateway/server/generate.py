@@ -20,13 +20,14 @@ from aiohttp.web_request import BaseRequest
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
-from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_rest, relay_stream
+from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_bytes, relay_rest, relay_stream
 from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
 from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
 from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
+from gateway.server.raw_response import ClientStream, WholeResponse
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.prompt.requests import parse_chat, parse_completion
@@ -189,7 +190,8 @@ class Generate:
                       headers: Mapping[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
-        end = await relay_stream(answer, response.write, lambda error: orjson.dumps(error.body()), self._limits)
+        write = ClientStream(request, response).write
+        end = await relay_stream(answer, write, lambda error: orjson.dumps(error.body()), self._limits)
         record.stream_ended(end)
         await response.write_eof()
         return response
@@ -201,12 +203,13 @@ class Generate:
         if is_complete:
             if answer.response.status == 200:
                 record.reported(body_usage(body))
-            return web.Response(status=answer.response.status, body=body, headers=headers)
+            return WholeResponse(answer.response.status, body, headers)
         response = web.StreamResponse(status=answer.response.status, headers=headers)
         await response.prepare(request)
-        await response.write(body)
+        write = ClientStream(request, response).write
+        await relay_bytes(body, write, self._limits)
         try:
-            await relay_rest(answer, response.write, self._limits)
+            await relay_rest(answer, write, self._limits)
         except UpstreamFailure as lost:
             record.outcome, record.error = "worker_error", lost.kind.value
             raise ClientLeft("its answer broke off and had to be cut short") from lost
@@ -230,7 +233,7 @@ def _placement(attempt: Attempt) -> Placement:
     return attempt
 
 
-def _last_word(failure: AttemptFailed, record: RequestRecord) -> web.Response:
+def _last_word(failure: AttemptFailed, record: RequestRecord) -> WholeResponse:
     """Nobody took the request: the last worker's own refusal as it came, or our error."""
     outcome = failure.outcome
     if isinstance(outcome, ApiError):
@@ -240,7 +243,7 @@ def _last_word(failure: AttemptFailed, record: RequestRecord) -> web.Response:
     headers = {"Content-Type": outcome.content_type}
     if outcome.retry_after is not None:
         headers["Retry-After"] = outcome.retry_after
-    return web.Response(status=outcome.status, body=outcome.body, headers=headers)
+    return WholeResponse(outcome.status, outcome.body, headers)
 
 
 def _count(text: str | None) -> int | None:

@@ -131,6 +131,11 @@ async def read_body(request: BaseRequest, limit_bytes: int) -> bytes:
         _send_continue(request)
     body = bytearray()
     try:
+        if request.content.is_eof() and (request.content_length or 0) > 0:  # it came with its head, as most do
+            body += request.content.read_nowait()
+            if len(body) > limit_bytes:  # it was compressed
+                raise errors.body_too_large(limit_bytes)
+            return bytes(body)
         async with asyncio.timeout(BODY_TIMEOUT_S):
             while chunk := await request.content.readany():
                 body += chunk

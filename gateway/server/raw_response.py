@@ -1,0 +1,110 @@
+"""Answers that go to the client's transport in as few steps as they need, past aiohttp's response machinery.
+
+Owns: the bytes of a whole response in one write, and a stream's chunk framing once aiohttp has sent its head.
+Must never: be used before the head is final; what aiohttp knows of the connection (keep-alive, HTTP version, a client
+that is slow or gone) is asked, not remembered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+
+from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion11
+from aiohttp.web_request import BaseRequest
+
+from gateway.relay.http_head import head_bytes
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class WholeResponse(web.StreamResponse):
+    """A response with its whole body. It is sent when aiohttp prepares it; until then headers may be added."""
+
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(status=status, headers=headers)
+        self._whole_body = body
+        self._is_sent = False
+        self._is_kept_alive = True
+        self._writer: AbstractStreamWriter | None = None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether it is on its way."""
+        return self._is_sent
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection serves another request."""
+        return self._is_kept_alive
+
+    def force_close(self) -> None:
+        """End the connection after this response."""
+        self._is_kept_alive = False
+
+    async def prepare(self, request: BaseRequest) -> AbstractStreamWriter | None:
+        """Send it, in one write."""
+        if self._is_sent:
+            return None
+        self._is_sent = True
+        self._writer = request.writer
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        self._is_kept_alive = self._is_kept_alive and request.keep_alive
+        transport.write(self._head(request) + self._whole_body)
+        return self._writer
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Await the client, should it be slow."""
+        if self._writer is not None:
+            await self._writer.drain()
+
+    def _head(self, request: BaseRequest) -> bytes:
+        lines = [*self.headers.items(), ("Content-Length", str(len(self._whole_body))), ("Date", _date())]
+        if not self._is_kept_alive:
+            lines.append(("Connection", "close"))
+        elif request.version < HttpVersion11:
+            lines.append(("Connection", "keep-alive"))
+        return head_bytes(_STATUS_LINES.get(self.status, f"HTTP/1.1 {self.status} "), lines)
+
+
+class ClientStream:
+    """The chunks of a response whose head aiohttp has prepared. write() returns something to await only when the
+    client reads more slowly than we write."""
+
+    def __init__(self, request: BaseRequest, response: web.StreamResponse) -> None:
+        self._protocol = request.protocol
+        self._writer = request.writer
+        self._response = response
+        self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        self._has_begun = False
+
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        """Send `data`, which is not empty, as one chunk. ConnectionError when the client has left."""
+        if not self._has_begun:
+            self._has_begun = True
+            return self._response.write(data)  # aiohttp sends its head along with the first bytes
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        return self._writer.drain() if self._protocol.writing_paused else None
+
+
+class _Clock:
+    """The Date header changes once a second."""
+
+    second = -1
+    text = ""
+
+
+def _date() -> str:
+    second = int(time.time())
+    if second != _Clock.second:
+        _Clock.second, _Clock.text = second, formatdate(second, usegmt=True)
+    return _Clock.text

@@ -1,0 +1,210 @@
+"""What a request and a streamed chunk cost in the gateway's process: this tree against others, interleaved.
+
+    python -m loadtests.bench.relay
+    python -m loadtests.bench.relay --against HEAD~1 --against main --json
+
+One gateway a tree, started once, in front of one worker that computes nothing (relay_worker.py); rounds go over the
+arms in turn. CPU is user and system time of the gateway's threads, in nanoseconds from the kernel; `direct` sends the
+same requests to the worker and shows its CPU: what moves there is the machine. A tree named by --against is checked
+out into a temporary git worktree, so that any two states of the data path can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import orjson
+import uvloop
+
+from loadtests.bench.relay_client import Load, run_load
+from loadtests.bench.relay_prompts import SEED, bodies
+from loadtests.bench.relay_worker import NUM_CHUNKS
+from loadtests.local_stack import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0
+
+
+@dataclass
+class Arm:
+    """One way to the worker: whose CPU is measured, where requests go, and what was found."""
+
+    name: str
+    commit: str
+    pid: int
+    port: int
+    request_us: list[float] = field(default_factory=list)
+    chunk_us: list[float] = field(default_factory=list)
+    p50_us: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of each is sent a round."""
+
+    rounds: int
+    requests: int
+    connections: int
+    streams: int
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU time of a process's threads so far."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total
+
+
+def measure(arms: list[Arm], sizes: Sizes) -> None:
+    """Fill in the arms' figures: every round goes over all of them, beginning with another each time."""
+    for number in range(sizes.rounds):
+        for arm in arms[number % len(arms):] + arms[:number % len(arms)]:
+            whole = Load(arm.port, bodies(stream=False), sizes.requests, sizes.connections)
+            before = cpu_ns(arm.pid)
+            latencies = uvloop.run(run_load(whole))
+            arm.request_us.append((cpu_ns(arm.pid) - before) / sizes.requests / 1000)
+            arm.p50_us.append(statistics.median(latencies) * 1e6)
+            streams = Load(arm.port, bodies(stream=True), sizes.streams, sizes.streams, spread_s=0.5)
+            before = cpu_ns(arm.pid)
+            uvloop.run(run_load(streams))
+            arm.chunk_us.append((cpu_ns(arm.pid) - before) / (sizes.streams * (NUM_CHUNKS + 1)) / 1000)
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+def _environment(tree: Path, token: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree), "HEADSTART_WORKER_TOKEN": token, "HEADSTART_ADMIN_TOKEN": token}
+
+
+@contextlib.contextmanager
+def _process(tree: Path, arguments: list[str], token: str) -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=tree, env=_environment(tree, token),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until(url: str, sign: bytes, token: str) -> None:
+    deadline = time.monotonic() + START_S
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
+            if sign in answer.read():
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"{url} never said {sign.decode()}")
+
+
+@contextlib.contextmanager
+def _tree(ref: str | None) -> Iterator[Path]:
+    if ref is None:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(["git", "worktree", "add", "--detach", tree, ref], cwd=ROOT, check=True, capture_output=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True, capture_output=True)
+
+
+def _commit(ref: str) -> str:
+    found = subprocess.run(["git", "describe", "--always", "--exclude=*", "--abbrev=10", ref if ref != "HEAD" else
+                            "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+@contextlib.contextmanager
+def running_arms(refs: list[str]) -> Iterator[list[Arm]]:
+    """The worker, this tree's gateway and one for each of `refs`, all knowing the worker."""
+    token = secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        worker_port = free_port()
+        worker = f"http://127.0.0.1:{worker_port}"
+        pid = stack.enter_context(_process(ROOT, ["loadtests.bench.relay_worker", "--port", str(worker_port)], token))
+        _until(f"{worker}/kv", b"bench", token)
+        arms = [Arm("direct", "", pid, worker_port)]
+        for ref in [None, *refs]:
+            port, tree = free_port(), stack.enter_context(_tree(ref))
+            pid = stack.enter_context(_process(
+                tree, ["gateway.cli", "gateway", "--port", str(port), "--worker", worker], token))
+            _until(f"http://127.0.0.1:{port}/admin/workers", b'"knowledge":"exact"', token)
+            arms.append(Arm("this tree" if ref is None else ref, _commit(ref or "HEAD"), pid, port))
+        yield arms
+
+
+# ---- report ------------------------------------------------------------------------------------------------------
+
+
+def summary(arms: list[Arm]) -> dict[str, object]:
+    """Medians, and this tree's share of each other's, round by round."""
+    ours = next(arm for arm in arms if arm.name == "this tree")
+    rows = []
+    for arm in arms:
+        row: dict[str, object] = {"arm": arm.name, "commit": arm.commit}
+        for figure in ("request_us", "chunk_us", "p50_us"):
+            values: list[float] = getattr(arm, figure)
+            row[figure] = round(statistics.median(values), 2)
+            row[f"{figure}_min"] = round(min(values), 2)
+            if arm is not ours and arm.name != "direct":
+                shares = [mine / theirs for mine, theirs in zip(getattr(ours, figure), values, strict=True)]
+                row[f"{figure}_ratio"] = round(statistics.median(shares), 3)
+        rows.append(row)
+    return {"arms": rows, "seed": SEED, "rounds": [asdict(arm) for arm in arms]}
+
+
+def _print_table(arms: list[Arm]) -> None:
+    rows: list[dict[str, object]] = summary(arms)["arms"]  # type: ignore[assignment]
+    print(f"{'arm':<24}{'commit':<20}{'us/request':>12}{'us/chunk':>12}{'p50 us':>12}   this tree / it")
+    for row in rows:
+        shares = ", ".join(f"{row[key]:.3f}" for key in ("request_us_ratio", "chunk_us_ratio") if key in row)
+        print(f"{row['arm']:<24}{row['commit']:<20}{row['request_us']:>12}{row['chunk_us']:>12}{row['p50_us']:>12}"
+              f"   {shares}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.bench.relay",
+                                     description="CPU of the gateway per request and per streamed chunk.",
+                                     epilog="example: python -m loadtests.bench.relay --against HEAD~1")
+    parser.add_argument("--against", action="append", default=[], metavar="REF", help="another commit, interleaved")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=4000, help="requests a round and arm")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=60, help="streams open at once")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments = parser.parse_args()
+    sizes = Sizes(arguments.rounds, arguments.requests, arguments.connections, arguments.streams)
+    with running_arms(arguments.against) as arms:
+        measure(arms, Sizes(1, 500, sizes.connections, 10))  # warm-up, thrown away
+        for arm in arms:
+            arm.request_us, arm.chunk_us, arm.p50_us = [], [], []
+        measure(arms, sizes)
+    if arguments.json:
+        print(orjson.dumps({"sizes": asdict(sizes), "date": time.strftime("%Y-%m-%d"), **summary(arms)},
+                           option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print_table(arms)
+
+
+if __name__ == "__main__":
+    main()
