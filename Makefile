@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench clean
+.PHONY: install dev up demo test test-full lint bench bench-worker clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -48,6 +48,9 @@ test-full: dev
 lint: dev
 	$(PY) -m ruff check gateway worker loadtests tests
 	$(PY) -m mypy
+
+bench-worker: dev
+	$(PY) -m loadtests.bench.worker $(ARGS)
 
 bench: dev
 	$(PY) -m loadtests.bench.routing $(ARGS)

@@ -13,8 +13,9 @@ CPU = torch.device("cpu")
 LAYERS = (LayerGeometry(2, 8, 8), LayerGeometry(1, 4, 6, window=32))    # layers may differ in every number
 
 
-def storage(num_blocks: int = 5, dtype: torch.dtype = torch.float32) -> KVStorage:
-    return KVStorage.allocate(LAYERS, num_blocks=num_blocks, block_size=4, dtype=dtype, device=CPU)
+def storage(num_blocks: int = 5, dtype: torch.dtype = torch.float32, head_major: bool = False) -> KVStorage:
+    return KVStorage.allocate(LAYERS, num_blocks=num_blocks, block_size=4, dtype=dtype, device=CPU,
+                              head_major=head_major)
 
 
 def test_shapes_follow_each_layer() -> None:
@@ -34,6 +35,26 @@ def test_gather_returns_what_was_written(dtype: torch.dtype) -> None:
     assert torch.equal(found_keys[[7, 4, 5]], keys)
     assert torch.equal(found_values[[7, 4, 5]], values)
     assert not found_keys[[0, 1, 2, 3, 6, 8, 9, 10, 11]].any()
+
+
+def test_both_orders_in_memory_look_the_same() -> None:
+    token_major, head_major = storage(), storage(head_major=True)
+    keys, values = torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    slots, wanted = torch.tensor([4, 5, 6, 7, 16, 17, 0, 1, 2]), torch.tensor([4, 0, 1, head_major.blank_block])
+    token_major.write(0, slots, keys, values)
+    expected = token_major.gather(0, wanted, torch.float32)
+    for made in (token_major, head_major):
+        made.write(0, slots, keys, values)
+        assert [store.shape for store in made.keys] == [store.shape for store in token_major.keys]
+        assert made.num_bytes == token_major.num_bytes
+        found = made.gather(0, wanted, torch.float32)
+        by_head = made.gather_heads(0, wanted, torch.float32)
+        assert all(map(torch.equal, found, expected))
+        assert all(torch.equal(heads.transpose(0, 1), flat) for heads, flat in zip(by_head, expected, strict=True))
+        made.clear(0, torch.tensor([0]))
+        assert not made.keys[0][0].any()
+        assert made.values[0][1].any()
+    assert head_major.gather_heads(0, wanted, torch.float32)[0].is_contiguous()
 
 
 def test_writing_nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,8 +31,10 @@ from worker.prompt.sampling_params import SamplingParams
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.block_hash import HashScheme
 
-WARM_UP_PREFILL_TOKENS = 128
+WARM_UP_PREFILL_TOKENS = 128    # what is measured; before that, a whole step's worth is run once
 WARM_UP_DECODE_STEPS = 3
+# Every operator of the sampler runs once before the first user needs it.
+WARM_UP_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, logprobs=1)
 WARM_UP_SEQ_ID = -1     # never a real sequence's
 
 
@@ -69,7 +72,7 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     scheduler = _make_scheduler(config, model, hash_scheme(config, folder, model, bundle), num_blocks)
     runner = ModelRunner(model, storage, clock)
     rates = EngineRates()
-    warm_up(runner, rates, num_tokens=min(WARM_UP_PREFILL_TOKENS, scheduler.max_context - 1, config.max_batch_tokens),
+    warm_up(runner, rates, num_tokens=min(scheduler.max_context - 1, config.max_batch_tokens),
             block_size=config.block_size, vocab_size=model.spec.vocab_size)
     eos_token_ids = tuple(dict.fromkeys((*model.spec.eos_token_ids, *bundle.eos_token_ids)))
     grammars = GrammarCompiler(bundle.tokenizer_json, vocab_size=model.spec.vocab_size, eos_token_ids=eos_token_ids)
@@ -85,24 +88,27 @@ def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bu
 
 
 def warm_up(runner: ModelRunner, rates: EngineRates, *, num_tokens: int, block_size: int, vocab_size: int) -> None:
-    """Run one prompt and a few decode steps twice: the first pays for lazy initialisation, the second is measured."""
+    """A step's worth of prompt and some decoding, unmeasured: it pays for what libraries put off, at the shapes that
+    a first request will have. Then a short prompt and a few decode steps, measured."""
     num_tokens = max(1, num_tokens)
     for measured in (False, True):
-        prefill_s = _warm_up_step(runner, range(num_tokens), block_size=block_size, vocab_size=vocab_size)
-        decode_s = statistics.median(
-            _warm_up_step(runner, range(num_tokens, num_tokens + 1), block_size=block_size, vocab_size=vocab_size)
-            for _ in range(WARM_UP_DECODE_STEPS))
+        length = min(num_tokens, WARM_UP_PREFILL_TOKENS) if measured else num_tokens
+        sampling = SamplingParams(temperature=0.0) if measured else WARM_UP_SAMPLING
+        step = partial(_warm_up_step, runner, sampling, block_size=block_size, vocab_size=vocab_size)
+        prefill_s = step(range(length))
+        decode_s = statistics.median(step(range(length, length + 1)) for _ in range(WARM_UP_DECODE_STEPS))
         if measured:
-            rates.observe(prefill_tokens=num_tokens, decode_rows=0, step_s=prefill_s)
+            rates.observe(prefill_tokens=length, decode_rows=0, step_s=prefill_s)
             rates.observe(prefill_tokens=0, decode_rows=1, step_s=decode_s)
 
 
-def _warm_up_step(runner: ModelRunner, positions: range, *, block_size: int, vocab_size: int) -> float:
+def _warm_up_step(runner: ModelRunner, sampling: SamplingParams, positions: range, *, block_size: int,
+                  vocab_size: int) -> float:
     token_ids = [position % vocab_size for position in positions]
     num_blocks = -(-positions.stop // block_size)
     share = ScheduledSequence(seq_id=WARM_UP_SEQ_ID, token_ids=token_ids, start=positions.start,
                               block_table=list(range(num_blocks)), write_from=positions.start, samples=True)
-    row = SamplerRow(SamplingParams(temperature=0.0), choice=0, output_index=0, prompt_token_ids=token_ids,
+    row = SamplerRow(sampling, choice=0, output_index=0, prompt_token_ids=token_ids,
                      output_token_ids=())
     outcome = runner.run(StepPlan(0, (share,), num_tokens=len(positions)), {WARM_UP_SEQ_ID: row})
     return outcome.forward_s + outcome.sample_s

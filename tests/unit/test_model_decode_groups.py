@@ -1,0 +1,88 @@
+"""Groups of decoding sequences: every row once, every position a row may see read once, nothing else unmasked."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.model.batch_layout import RowSpan
+from worker.model.decode_groups import DecodeGroup, GroupShape, plan_groups
+
+BLOCK_SIZE = 16
+BLANK = 10_000
+CPU = torch.device("cpu")
+
+
+def shape(window: int | None = None, num_kv_heads: int = 1) -> GroupShape:
+    return GroupShape(window, num_kv_heads, BLOCK_SIZE, BLANK, torch.float32)
+
+
+def spans_of(lengths: list[tuple[int, int]], *, shared_blocks: int = 8) -> list[RowSpan]:
+    """One decoding span per (family, positions): those of a family begin with the same `shared_blocks` blocks."""
+    spans = []
+    for row, (family, end) in enumerate(lengths):
+        num_blocks = -(-end // BLOCK_SIZE)
+        common = [family * 100 + index for index in range(min(shared_blocks, num_blocks))]
+        own = [1000 + row * 100 + index for index in range(num_blocks - len(common))]
+        spans.append(RowSpan(row, 1, end - 1, end, tuple(common + own)))
+    return spans
+
+
+def seen_by(group: DecodeGroup, member: int) -> list[tuple[int, int]]:
+    """(block, slot) of every key that the group's member attends to, in order."""
+    own = group.block_ids.view(group.size, -1)[member].tolist()
+    visible = (group.mask[member, 0] == 0).tolist()
+    keys = [(block, slot) for block in own for slot in range(BLOCK_SIZE)]
+    shared = [] if group.shared_ids is None else [(block, slot) for block in group.shared_ids.tolist()
+                                                  for slot in range(BLOCK_SIZE)]
+    return shared + [key for key, sees in zip(keys, visible, strict=True) if sees]
+
+
+def expected_keys(span: RowSpan, window: int | None) -> list[tuple[int, int]]:
+    begin = 0 if window is None else max(0, span.end - window)
+    return [(span.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE) for position in range(begin, span.end)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 400)), min_size=1, max_size=9),
+       st.sampled_from([None, None, 5, 32, 100]), st.integers(0, 12))
+def test_every_row_sees_exactly_its_past(lengths: list[tuple[int, int]], window: int | None, shared: int) -> None:
+    spans = spans_of(lengths, shared_blocks=shared)
+    groups = plan_groups(spans, shape(window), num_rows=len(spans), device=CPU)
+    rows: list[int] = []
+    for group in groups:
+        members = list(range(len(spans))) if group.rows is None else group.rows.tolist()
+        assert len(members) == group.size
+        rows += members
+        for index, row in enumerate(members):
+            assert seen_by(group, index) == expected_keys(spans[row], window)
+    assert sorted(rows) == list(range(len(spans)))
+
+
+def test_a_common_beginning_is_read_once() -> None:
+    spans = spans_of([(0, 200)] * 4 + [(1, 190)])
+    groups = plan_groups(spans, shape(), num_rows=5, device=CPU)
+    shared = [group for group in groups if group.shared_ids is not None]
+    assert [group.size for group in shared] == [4]
+    assert shared[0].shared_ids is not None
+    assert shared[0].shared_ids.tolist() == list(range(8))
+    assert len(shared[0].block_ids) == 4 * 5
+
+
+def test_the_block_that_is_being_written_is_never_shared() -> None:
+    """Two choices of one prompt whose tables are equal throughout still read their last block each."""
+    table = tuple(range(8))
+    spans = [RowSpan(row, 1, 127, 128, table) for row in range(2)]
+    (group,) = plan_groups(spans, shape(), num_rows=2, device=CPU)
+    assert group.shared_ids is not None
+    assert group.shared_ids.tolist() == list(range(7))
+
+
+def test_one_group_of_all_rows_needs_no_row_numbers() -> None:
+    spans = spans_of([(row, 200 + row) for row in range(3)])
+    (group,) = plan_groups(spans, shape(num_kv_heads=2), num_rows=3, device=CPU)
+    assert group.rows is None
+    assert group.mask.shape[0] == 6
+    prompts_too = plan_groups(spans, shape(), num_rows=9, device=CPU)
+    assert all(group.rows is not None for group in prompts_too)
