@@ -74,37 +74,48 @@ async def _submitted(request: web.Request, shell: Shell, admission: Admission,
 
 def _generation(request: web.Request, shell: Shell, admission: Admission, route: Route) -> Generation:
     serving, body = shell.require_serving(), admission.body
-    key = shell.requests.free_key(request[REQUEST_ID])
+    key, resume = shell.requests.free_key(request[REQUEST_ID]), admission.resume
+    given = [prompt[:len(prompt) - admission.num_generated] for prompt in admission.prompts]
     detokenizers = [
         StreamDetokenizer(serving.renderer.tokenizer, prompt_tail_ids=prompt[-PROMPT_TAIL_TOKENS:], stop=body.stop,
                           min_tokens=body.sampling.min_tokens,
                           skip_special_tokens=not needs_special_tokens(body, serving.renderer))
-        for prompt in admission.prompts for _ in range(body.n)
+        for prompt in given for _ in range(body.n)
     ]
-    return Generation(key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
-                      prompt_lengths=[len(prompt) for prompt in admission.prompts], num_choices_per_prompt=body.n,
-                      tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
-                      tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
-                      abort=lambda choice: shell.engine.abort(key, choice))
+    generation = Generation(
+        key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
+        prompt_lengths=[len(prompt) for prompt in given], num_choices_per_prompt=body.n,
+        tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
+        tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
+        first_choice=0 if resume is None else resume.choice, abort=lambda choice: shell.engine.abort(key, choice))
+    if resume is not None:
+        generation.replay(admission.prompts[0][-resume.generated:], sent_chars=resume.sent_chars)
+    return generation
 
 
 def _sequences(generation: Generation, admission: Admission) -> list[SubmitSequence]:
     body = admission.body
     return [
-        SubmitSequence(request_id=generation.key, choice=index * body.n + number, token_ids=prompt,
-                       params=admission.params, max_new_tokens=admission.max_new_tokens[index],
-                       stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys,
-                       priority=body.priority, arrived_at=generation.arrived_at, grammar=admission.grammar)
+        SubmitSequence(
+            request_id=generation.key, choice=generation.first_choice + index * body.n + number, token_ids=prompt,
+            params=admission.params, max_new_tokens=admission.max_new_tokens[index],
+            stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys, priority=body.priority,
+            arrived_at=generation.arrived_at, grammar=admission.grammar, num_generated=admission.num_generated)
         for index, prompt in enumerate(admission.prompts) for number in range(body.n)
     ]
 
 
 def _format(shell: Shell, generation: Generation, admission: Admission, route: Route) -> ResponseFormat:
     serving = shell.require_serving()
-    head = ResponseHead(request_id=generation.request_id, created=int(time.time()), model=serving.ready.model,
+    resume = admission.resume
+    head = ResponseHead(request_id=generation.request_id, response_id=None if resume is None else resume.id,
+                        created=int(time.time()) if resume is None else resume.created, model=serving.ready.model,
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
-    return (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+    layout = (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+    if resume is not None:
+        layout.resumed(resume.choice, admission.prompts[0][-resume.generated:])
+    return layout
 
 
 async def _whole(generation: Generation, layout: ResponseFormat) -> web.Response:
