@@ -49,7 +49,7 @@ class _Choice:
     detokenizer: StreamDetokenizer
     tool_parser: ToolCallParser | None
     num_tokens: int = 0
-    unsent: str = ""    # text from before a resumption that its client has not had
+    unsent: str = ""    # text that goes before the next delta's: an echoed prompt, or from before a resumption
     cached_tokens: int | None = None
     finish_reason: str | None = None
     stats: SequenceStats | None = None
@@ -96,6 +96,11 @@ class Generation:
         self._choices = [_Choice(detokenizer, parser)
                          for detokenizer, parser in zip(self.detokenizers, parsers, strict=True)]
 
+    def echo(self, prompt_texts: Sequence[str]) -> None:
+        """Each choice's text begins with its prompt's."""
+        for index, choice in enumerate(self._choices):
+            choice.unsent = prompt_texts[index // self.num_choices_per_prompt]
+
     def replay(self, token_ids: Sequence[int], *, sent_chars: int) -> None:
         """Begin behind what another worker generated of the only choice, and `sent_chars` of its text on.
 
@@ -104,7 +109,7 @@ class Generation:
         """
         [choice] = self._choices
         pushed = choice.detokenizer.push(token_ids)
-        text = _parse(choice.tool_parser, pushed.text, is_last=False).text
+        text = choice.unsent + _parse(choice.tool_parser, pushed.text, is_last=False).text
         if pushed.stopped or sent_chars > len(text):
             raise invalid_request(f"{RESUME_HEADER}: the generated ids make {len(text)} characters"
                                   f"{' and then stop' if pushed.stopped else ''}, of which {sent_chars} cannot have "

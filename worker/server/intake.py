@@ -111,7 +111,7 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     _check_number_of_choices(body, prompts, shell)
     max_new_tokens = _max_new_tokens(body, prompts, serving.ready, route, resume=resume)
     return Admission(
-        body, prompts, max_new_tokens, params=_with_seed(body), stop_token_ids=_stop_token_ids(body, serving.ready),
+        body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
         extra_keys=extra_keys, tokenize_s=tokenize_s, grammar=grammar_of(body, serving.renderer), resume=resume)
 
 
@@ -183,9 +183,10 @@ def _check_vocabulary(prompts: list[list[int]], ready: EngineReady, route: Route
 
 
 def _check_number_of_choices(body: Body, prompts: list[list[int]], shell: Shell) -> None:
-    num_choices, limit = len(prompts) * body.n, shell.config.max_running + shell.config.max_waiting
+    num_choices, limit = len(prompts) * body.num_candidates, shell.config.max_running + shell.config.max_waiting
     if num_choices > limit:
-        raise invalid_request(f"{len(prompts)} prompts times n = {body.n} is {num_choices} sequences; this worker "
+        raise invalid_request(f"{len(prompts)} prompts times n or best_of = {body.num_candidates} is {num_choices} "
+                              f"sequences; this worker "
                               f"holds at most {limit}.", "n")
 
 
@@ -212,10 +213,12 @@ def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, ro
     return rests
 
 
-def _with_seed(body: Body) -> SamplingParams:
-    if body.seed_given:
-        return body.sampling
-    return msgspec.structs.replace(body.sampling, seed=secrets.randbits(SEED_BITS))
+def _sampling(body: Body) -> SamplingParams:
+    """With a seed drawn where none was given, and the log-probabilities that the best candidates are chosen by."""
+    params = body.sampling
+    if body.num_candidates > body.n and params.logprobs is None:
+        params = msgspec.structs.replace(params, logprobs=0)
+    return params if body.seed_given else msgspec.structs.replace(params, seed=secrets.randbits(SEED_BITS))
 
 
 def _stop_token_ids(body: Body, ready: EngineReady) -> frozenset[int]:

@@ -56,6 +56,22 @@ class FullChoice:
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 
+def best_choices(choices: Sequence[FullChoice], num_candidates: int, n: int, *,
+                 keep_logprobs: bool) -> list[FullChoice]:
+    """Of each prompt's `num_candidates` choices the `n` with the highest log-probability per token, best first."""
+    best: list[FullChoice] = []
+    for start in range(0, len(choices), num_candidates):
+        best += sorted(choices[start:start + num_candidates], key=_mean_logprob, reverse=True)[:n]
+    for choice in best:
+        choice.logprobs = choice.logprobs if keep_logprobs else None
+    return best
+
+
+def _mean_logprob(choice: FullChoice) -> float:
+    logprobs = [item.logprob for item in choice.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_MIN
+
+
 def usage(account: Account) -> Json:
     """The `usage` object; `cached_tokens` is always there, also when it is 0."""
     return {"prompt_tokens": account.prompt_tokens, "completion_tokens": account.completion_tokens,
