@@ -9,11 +9,8 @@ import aiohttp
 import pytest
 
 from loadtests.local_stack import Child
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.tiny_tokenizer import TOOL_TEMPLATE
 from tests.support.tiny_worker import running_tiny_worker, worker_client, write_tiny_model
-
-HERMES_TEMPLATE = ("{% if tools %}{{ 'Write <tool_call>{...}</tool_call>: ' + tools | tojson }}{% endif %}"
-                   + CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +28,7 @@ def worker(tiny_model: Path) -> Iterator[Child]:
 def tool_worker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """A strict worker whose template has a place for tools."""
     template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
-    template.write_text(HERMES_TEMPLATE)
+    template.write_text(TOOL_TEMPLATE)
     with running_tiny_worker(tiny_model, "--chat-template", str(template), "--exactness", "strict") as child:
         yield child
 
