@@ -24,7 +24,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Child]]:
     template = model / "tools.jinja"
     template.write_text(TOOL_TEMPLATE)
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(running_tiny_worker(model, "--chat-template", str(template), wait=False)) for _ in range(2)]
+        children = [stack.enter_context(running_tiny_worker(model, "--chat-template", str(template), wait=False))
+                    for _ in range(2)]
         for child in children:
             child.wait_ready()
         yield children
