@@ -149,7 +149,7 @@ class Generate:
             extra_keys=salt.extra_keys)
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
-        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n, parsed.stream)
+        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
         return Intake(route, body, parsed, salt, routed)
 
     def explain(self, intake: Intake) -> dict[str, Any]:

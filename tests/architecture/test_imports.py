@@ -46,7 +46,7 @@ IMPURE = ("asyncio", "torch", "redis", "time", "random", "zmq", "aiohttp", "thre
           "prometheus_client")
 NO_TORCH = ("worker.server", "worker.prompt", "worker.protocol", "worker.core", "worker.engine.messages",
             "worker.engine.engine_config", "worker.engine.engine_client", "worker.config", "worker.cli", "gateway")
-HEAVY = ("torch", "transformers", "safetensors", "gguf", "worker.model")
+HEAVY = ("torch", "transformers", "safetensors", "gguf", "llguidance", "worker.model")
 
 
 def _room(module: str) -> str:
@@ -103,14 +103,15 @@ def _loaded_after(statement: str) -> set[str]:
 def test_a_gateway_process_loads_no_torch_and_no_scheduler() -> None:
     loaded = _loaded_after("import gateway.__main__, gateway.server.app, gateway.up, gateway.check, gateway.cli")
     assert "gateway.server.app" in loaded
-    assert not {name for name in loaded if inside(name, "torch", "transformers", "worker.core", "worker.model",
-                                                  "worker.engine", "worker.server")}
+    assert not {name for name in loaded if inside(name, "torch", "transformers", "llguidance", "worker.core",
+                                                  "worker.model", "worker.engine", "worker.server")}
 
 
 def test_the_workers_http_process_loads_no_torch() -> None:
     loaded = _loaded_after("import worker.__main__, worker.server.app")
     assert "worker.server.app" in loaded
-    assert not {name for name in loaded if inside(name, "torch", "transformers", "worker.model", "gateway")}
+    assert not {name for name in loaded if inside(name, "torch", "transformers", "llguidance", "worker.model",
+                                                  "gateway")}
 
 
 def test_the_reader_of_imports_sees_them_all() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from loadtests.local_stack import Child
 from tests.support.gateway_in_process import Answer, GatewayUnderTest, running_gateway
+from tests.support.tiny_tokenizer import TOOL_TEMPLATE
 from tests.support.tiny_worker import WORKER_TOKEN, running_tiny_worker, write_tiny_model
 
 TEXT = "a shared beginning that fills several blocks of the cache, again and again " * 3
@@ -20,8 +21,11 @@ TEXT = "a shared beginning that fills several blocks of the cache, again and aga
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Child]]:
     model = write_tiny_model(Path(tmp_path_factory.mktemp("tiny-model")))
+    template = model / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(running_tiny_worker(model, wait=False)) for _ in range(2)]
+        children = [stack.enter_context(running_tiny_worker(model, "--chat-template", str(template), wait=False))
+                    for _ in range(2)]
         for child in children:
             child.wait_ready()
         yield children
@@ -101,3 +105,24 @@ async def test_a_prompt_longer_than_the_context_is_the_workers_400(gateway: Gate
     answer = await gateway.send("POST", "/v1/completions", payload=body)
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", "prompt")
     assert [(await gateway.worker(index))["inflight"] for index in range(2)] == [0, 0]
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+        "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+async def test_tools_and_schemas_through_the_gateway(gateway: GatewayUnderTest) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "the weather?"}], "max_tokens": 200, "seed": 1}
+    forced = await gateway.send("POST", "/v1/chat/completions", payload={
+        **asked, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False})
+    [choice] = orjson.loads(forced.body)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], set(orjson.loads(call["function"]["arguments"]))) == ("weather", {"city"})
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    shaped = await gateway.send("POST", "/v1/chat/completions", payload={**asked, "response_format": schema})
+    assert set(orjson.loads(orjson.loads(shaped.body)["choices"][0]["message"]["content"])) == {"city"}
+    schema["json_schema"] = {"name": "x", "schema": {"type": "nothing"}}
+    bad = await gateway.send("POST", "/v1/chat/completions", payload={**asked, "response_format": schema})
+    assert (bad.status, bad.error["param"]) == (400, "response_format")

@@ -166,8 +166,10 @@ COMPLETION = [
     completion("prompt", "at most", prompt=["a"] * (limits.MAX_PROMPTS + 1), name="too many prompts"),
     completion("n", "number of prompts", prompt=["a"] * 512, n=2, name="too many sequences"),
     completion("logprobs", logprobs=True), completion("logprobs", logprobs=21), completion("logprobs", logprobs=-1),
-    completion("echo", "not supported", echo=True), completion("suffix", "not supported", suffix="end"),
-    completion("best_of", "not supported", best_of=2), completion("best_of", best_of=0),
+    completion("echo", "not supported", echo=True, logprobs=0), completion("suffix", "not supported", suffix="end"),
+    completion("best_of", "streamed", best_of=2, stream=True), completion("best_of", best_of=0),
+    completion("best_of", "less than n", best_of=2, n=3), completion("best_of", best_of=limits.MAX_N + 1),
+    completion("best_of", "at most", best_of=100, prompt=["a"] * 6),
 ]
 
 Parse = Callable[[bytes], object]

@@ -164,6 +164,9 @@ def test_prompt_kinds(prompt: Any, expected: tuple[Any, ...]) -> None:
 def test_harmless_completion_options() -> None:
     assert completion(echo=False, suffix="", best_of=1) == completion()
     assert completion(n=3, best_of=3).n == 3
+    assert completion(n=3, best_of=3).num_candidates == 3
+    assert completion(n=3, best_of=5).num_candidates == 5
+    assert completion(echo=True, stream=True).echo
     assert completion(max_tokens=None).max_tokens == limits.DEFAULT_COMPLETION_MAX_TOKENS
 
 

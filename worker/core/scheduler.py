@@ -195,10 +195,11 @@ class Scheduler:
     # --- submit and end -----------------------------------------------------------------------------------------
 
     def _refusal(self, sequence: Sequence) -> Refusal | None:
-        if sequence.num_tokens < 1:
-            return Refusal(RefusalReason.EMPTY_PROMPT, 1, sequence.num_tokens)
-        if sequence.stop_rule.max_new_tokens < 1:
-            return Refusal(RefusalReason.NO_NEW_TOKENS, 1, sequence.stop_rule.max_new_tokens)
+        if sequence.num_prompt_tokens < 1:
+            return Refusal(RefusalReason.EMPTY_PROMPT, 1, sequence.num_prompt_tokens)
+        if sequence.stop_rule.max_new_tokens <= sequence.num_resumed_tokens:
+            return Refusal(RefusalReason.NO_NEW_TOKENS, sequence.num_resumed_tokens + 1,
+                           sequence.stop_rule.max_new_tokens)
         if sequence.num_tokens_max > self.max_context:
             return Refusal(RefusalReason.TOO_LONG, self.max_context, sequence.num_tokens_max)
         if self._waiting.is_full:
@@ -323,10 +324,11 @@ class Scheduler:
 
     def _account_admission(self, sequence: Sequence) -> None:
         """Once per sequence, after its blocks are in hand: 0 <= cached <= prompt - 1."""
-        sequence.num_cached_tokens = sequence.num_computed_tokens
+        # Resumed outputs may be cached too: they are no prompt tokens.
+        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
         if self.pool.caching:
             self.counters.queried_tokens += sequence.num_prompt_tokens
-            self.counters.hit_tokens += sequence.num_computed_tokens
+            self.counters.hit_tokens += sequence.num_cached_tokens
 
     def _note_uncached(self, sequence: Sequence, num_cached_blocks: int) -> None:
         sequence.num_uncached_tokens = max(1, sequence.num_tokens - num_cached_blocks * self.pool.block_size)
@@ -358,6 +360,7 @@ class Scheduler:
             sequence.num_sealed_blocks += 1
 
     def _take_token(self, sequence: Sequence, sampled: SampledToken) -> SequenceUpdate:
+        is_first = sequence.num_output_tokens == sequence.num_resumed_tokens
         sequence.append(sampled.token_id)
         reason = sequence.stop_rule.reason(sequence.num_output_tokens, sampled.token_id)
         if reason is not None:
@@ -368,7 +371,7 @@ class Scheduler:
             seq_id=sequence.seq_id,
             token_ids=(sampled.token_id,),
             logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
-            cached_tokens=sequence.num_cached_tokens if sequence.num_output_tokens == 1 else None,
+            cached_tokens=sequence.num_cached_tokens if is_first else None,
             finish_reason=reason,
         )
 

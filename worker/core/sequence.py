@@ -46,14 +46,18 @@ class Sequence:
     `num_computed_tokens` positions have K/V in the blocks of `block_table`, however they came: prefill, chunk, hit or
     decode. The first `num_sealed_blocks` of the table are sealed: findable, shared and never written again.
     `priority` follows vLLM: the smaller number goes first and is preempted last. `choice` numbers the n choices of
-    one request.
+    one request. `resumed_token_ids` are outputs that another worker generated: they are computed like a prompt and
+    count as outputs, of which this worker reports only those that follow.
     """
 
     def __init__(self, seq_id: int, prompt_token_ids: Iterable[int], stop_rule: StopRule, *,
-                 extra_keys: Iterable[ExtraKey] = (), priority: int = 0, choice: int = 0) -> None:
+                 extra_keys: Iterable[ExtraKey] = (), priority: int = 0, choice: int = 0,
+                 resumed_token_ids: Iterable[int] = ()) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids += resumed_token_ids
+        self.num_resumed_tokens = len(self.token_ids) - self.num_prompt_tokens
         self.stop_rule = stop_rule
         self.extra_keys = tuple(extra_keys)
         self.priority = priority
@@ -69,7 +73,7 @@ class Sequence:
         self.num_recomputed_tokens = 0  # of these, positions computed again after a preemption
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # positions computed before a preemption that may have to be computed again
-        self.num_uncached_tokens = self.num_prompt_tokens  # while it waits: prefill work it stands for, as last seen
+        self.num_uncached_tokens = self.num_tokens  # while it waits: prefill work it stands for, as last seen
 
     @property
     def num_tokens(self) -> int:

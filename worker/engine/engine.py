@@ -97,18 +97,31 @@ class Engine:
             self._refuse(command, "its request id and choice are already at work")
             return
         try:
-            matcher = None if command.grammar is None else self.grammars.matcher(command.grammar)
+            matcher = self._matcher(command)
         except GrammarError as error:
             self._refuse(command, str(error), param=command.grammar.param if command.grammar else None)
             return
-        sequence = Sequence(next(self._next_seq_id), command.token_ids, self._stop_rule(command),
-                            extra_keys=command.extra_keys, priority=command.priority, choice=command.choice)
+        sequence = Sequence(next(self._next_seq_id), command.prompt_token_ids, self._stop_rule(command),
+                            extra_keys=command.extra_keys, priority=command.priority, choice=command.choice,
+                            resumed_token_ids=command.generated_token_ids)
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return
         timings = SequenceTimings(command.arrived_at or self._clock())
-        self._live[sequence.seq_id] = LiveSequence(command, sequence, timings, matcher)
+        self._live[sequence.seq_id] = LiveSequence(command, sequence, timings, matcher,
+                                                         output_token_ids=command.generated_token_ids)
         self._seq_ids[key] = sequence.seq_id
+
+    def _matcher(self, command: SubmitSequence) -> Matcher | None:
+        """The grammar's matcher behind what was generated already. Raises GrammarError."""
+        if command.grammar is None:
+            return None
+        matcher = self.grammars.matcher(command.grammar)
+        if command.num_generated:
+            matcher.advance(command.generated_token_ids)
+        if matcher.error is not None:
+            raise GrammarError(matcher.error)
+        return matcher
 
     def _stop_rule(self, command: SubmitSequence) -> StopRule:
         params, free = command.params, command.grammar is None

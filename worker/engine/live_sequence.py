@@ -26,6 +26,10 @@ class LiveSequence:
     matcher: Matcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     lost_until: int = 0
+    prompt_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = self.command.prompt_token_ids
 
     def preempted(self, preemption: Preemption) -> None:
         self.lost_until = max(self.lost_until, preemption.num_tokens_lost)
@@ -35,14 +39,14 @@ class LiveSequence:
 
     def is_decode(self, share: ScheduledSequence) -> bool:
         """A share that goes on from an output token (with `kv_cache` off it is the whole sequence)."""
-        return bool(self.output_token_ids) and not self.is_recompute(share)
+        return len(self.output_token_ids) > self.command.num_generated and not self.is_recompute(share)
 
     def worked(self, share: ScheduledSequence, timing: StepTiming) -> None:
         self.timings.worked(timing, recompute=self.is_recompute(share))
 
     def sampler_row(self) -> SamplerRow:
         return SamplerRow(params=self.command.params, choice=self.command.choice,
-                          output_index=len(self.output_token_ids), prompt_token_ids=self.command.token_ids,
+                          output_index=len(self.output_token_ids), prompt_token_ids=self.prompt_token_ids,
                           output_token_ids=self.output_token_ids,
                           banned_token_ids=tuple(self.sequence.banned_token_ids),
                           allowed=None if self.matcher is None else self.matcher.allowed)

@@ -20,6 +20,8 @@ from worker.protocol.cache_events import CacheEvent
 class SubmitSequence:
     """One choice of one request. `token_ids` is the whole prompt; `max_new_tokens` is capped to the context.
 
+    The last `num_generated` of `token_ids` are no prompt but outputs of another worker, to be gone on from; they
+    count towards `max_new_tokens`, and are not reported again.
     `stop_token_ids` end it besides the model's own EOS tokens, which the engine knows and `params.ignore_eos` drops.
     A `grammar` decides when the answer may end: `ignore_eos` and `min_tokens` yield to it.
     """
@@ -34,6 +36,15 @@ class SubmitSequence:
     priority: int = 0
     arrived_at: float = 0.0
     grammar: GrammarSpec | None = None
+    num_generated: int = 0
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[:len(self.token_ids) - self.num_generated]
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.token_ids) - self.num_generated:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
 
 

@@ -61,6 +61,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
 
     @property
+    def num_candidates(self) -> int:
+        """Sequences per prompt, of which `n` are answered with."""
+        return self.n
+
+    @property
     def ignore_eos(self) -> bool:
         return self.sampling.ignore_eos
 
@@ -90,9 +95,19 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """A plain completion body: each prompt is text to encode, or token ids taken as they are."""
+    """A plain completion body: each prompt is text to encode, or token ids taken as they are.
+
+    `echo`: the prompt's text goes before the answer's. `best_of` (more than `n`, or None): generate so many, and
+    answer with the likeliest.
+    """
 
     prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False
+    best_of: int | None = None
+
+    @property
+    def num_candidates(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,17 +160,17 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """Parse a POST /v1/completions body; ApiError 400 with `param` on anything malformed."""
     given, unknown = decode_body(body, _completion_decoder)
     prompts = _prompts(given.prompt)
-    if given.echo:
-        raise invalid_request("echo is not supported: prepend the prompt yourself.", "echo")
+    if given.echo and given.logprobs is not None:
+        raise invalid_request("echo with logprobs is not supported: ask for one of them.", "echo")
     if given.suffix:
         raise invalid_request("suffix is not supported: this model completes from the left only.", "suffix")
-    if given.best_of not in (None, given.n or 1):
-        raise invalid_request("best_of other than n is not supported: ask for n choices and rank them.", "best_of")
-    if len(prompts) * (given.n or 1) > MAX_SEQUENCES:
-        raise invalid_request(f"n times the number of prompts may be at most {MAX_SEQUENCES}.", "n")
+    best_of = _best_of(given)
+    if len(prompts) * (best_of or given.n or 1) > MAX_SEQUENCES:
+        raise invalid_request(f"n or best_of times the number of prompts may be at most {MAX_SEQUENCES}.",
+                              "n" if best_of is None else "best_of")
     shared = _shared(given, unknown, logprobs=given.logprobs,
                      max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS)
-    return CompletionRequest(**shared, prompts=prompts)
+    return CompletionRequest(**shared, prompts=prompts, echo=bool(given.echo), best_of=best_of)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
@@ -267,6 +282,18 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
     if len(prompt) > MAX_PROMPTS:
         raise invalid_request(f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are accepted.", "prompt")
     return tuple(item if isinstance(item, str) else tuple(item) for item in prompt)  # type: ignore[arg-type]
+
+
+def _best_of(given: CompletionBody) -> int | None:
+    """How many candidates to choose from; None where there is nothing to choose."""
+    n = given.n or 1
+    if given.best_of is None or given.best_of == n:
+        return None
+    if given.best_of < n:
+        raise invalid_request(f"best_of ({given.best_of}) is less than n ({n}).", "best_of")
+    if given.stream:
+        raise invalid_request("best_of more than n cannot be streamed: the best is known at the end.", "best_of")
+    return given.best_of
 
 
 def _refuse_unsupported_chat(given: ChatBody) -> None:

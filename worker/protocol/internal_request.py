@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 from urllib.parse import quote, unquote
+
+import msgspec
 
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
@@ -25,24 +28,47 @@ SALT_HEADER = "x-headstart-salt"
 SALT_FROM_HEADER = "x-headstart-salt-from"
 RESUME_HEADER = "x-headstart-resume"
 CACHED_TOKENS_HEADER = "x-headstart-cached-tokens"
+RESUME_ID_MAX_CHARS = 512
 PROMPTS_MAX = 1024
 SALT_MAX_BYTES = 64
 TENANT_MAX_CHARS = 256
 
 
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that another worker began: the last `generated` prompt ids are what it has generated of `choice`.
+
+    `sent_chars` of its text have reached the client. `id` and `created` are those of the response object. Tool calls
+    within what was generated have reached the client too: ids and calls travel in one chunk.
+    """
+
+    generated: Annotated[int, msgspec.Meta(ge=1)]
+    choice: Annotated[int, msgspec.Meta(ge=0)] = 0
+    sent_chars: Annotated[int, msgspec.Meta(ge=0)]
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=RESUME_ID_MAX_CHARS)]
+    created: Annotated[int, msgspec.Meta(ge=0)]
+
+
+_resume_decoder = msgspec.json.Decoder(Resume)
+
+
 @dataclass(frozen=True, slots=True)
 class InternalRequest:
-    """What the gateway sent. `salt` applies from token position `salt_from` on; `tenant` is for logs and limits."""
+    """What the gateway sent. `salt` applies from token position `salt_from` on; `tenant` is for logs and limits.
+
+    With `resume` there is one prompt, and at least one of its ids is no output.
+    """
 
     json_body: bytes
     prompts: list[list[int]]
     tenant: str | None = None
     salt: bytes | None = None
     salt_from: int = 0
+    resume: Resume | None = None
 
 
 def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenant: str | None = None,
-                    salt: bytes | None = None, salt_from: int = 0) -> tuple[dict[str, str], bytes]:
+                    salt: bytes | None = None, salt_from: int = 0,
+                    resume: Resume | None = None) -> tuple[dict[str, str], bytes]:
     """(headers, body). The sender adds WORKER_TOKEN_HEADER itself."""
     headers = {
         "content-type": CONTENT_TYPE,
@@ -54,6 +80,8 @@ def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenan
     if salt is not None:
         headers[SALT_HEADER] = salt.hex()
         headers[SALT_FROM_HEADER] = str(salt_from)
+    if resume is not None:
+        headers[RESUME_HEADER] = msgspec.json.encode(resume).decode()
     return headers, b"".join([json_body, *map(pack_tokens, prompts)])
 
 
@@ -67,8 +95,6 @@ def decode_internal(headers: Mapping[str, str], body: bytes) -> InternalRequest:
 
     ApiError 400 with the header's name as `param` when headers and body do not fit each other.
     """
-    if RESUME_HEADER in headers:
-        raise invalid_request("This worker cannot resume a request that another one began.", RESUME_HEADER)
     json_bytes = _number(headers, JSON_BYTES_HEADER)
     lengths = _prompt_lengths(headers)
     if json_bytes + sum(lengths) * TOKEN_BYTES != len(body):
@@ -87,6 +113,7 @@ def decode_internal(headers: Mapping[str, str], body: bytes) -> InternalRequest:
         tenant=_tenant(headers),
         salt=salt,
         salt_from=_number(headers, SALT_FROM_HEADER) if SALT_FROM_HEADER in headers else 0,
+        resume=_resume(headers, lengths),
     )
 
 
@@ -113,6 +140,20 @@ def _prompt_lengths(headers: Mapping[str, str]) -> list[int]:
     if 0 in lengths:
         raise _nonsense(PROMPT_LENGTHS_HEADER, "a prompt without tokens cannot be continued")
     return lengths
+
+
+def _resume(headers: Mapping[str, str], lengths: Sequence[int]) -> Resume | None:
+    text = headers.get(RESUME_HEADER)
+    if text is None:
+        return None
+    try:
+        resume = _resume_decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise _nonsense(RESUME_HEADER, str(error)) from None
+    if len(lengths) != 1 or resume.generated >= lengths[0]:
+        raise _nonsense(RESUME_HEADER, f"one prompt longer than the {resume.generated} generated ids should come "
+                        f"with it, got lengths {list(lengths)[:8]}")
+    return resume
 
 
 def _salt(headers: Mapping[str, str]) -> bytes | None:

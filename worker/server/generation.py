@@ -23,6 +23,7 @@ from worker.engine.messages import SequenceOutput, SequenceStats
 from worker.prompt.detokenizer import StreamDetokenizer
 from worker.prompt.tool_parser import Parsed, ToolCall, ToolCallParser
 from worker.protocol.api_error import ApiError, invalid_request
+from worker.protocol.internal_request import RESUME_HEADER
 
 AbortChoice = Callable[[int | None], None]
 
@@ -48,6 +49,7 @@ class _Choice:
     detokenizer: StreamDetokenizer
     tool_parser: ToolCallParser | None
     num_tokens: int = 0
+    unsent: str = ""    # text that goes before the next delta's: an echoed prompt, or from before a resumption
     cached_tokens: int | None = None
     finish_reason: str | None = None
     stats: SequenceStats | None = None
@@ -67,7 +69,8 @@ class Account:
 class Generation:
     """`key` names it to the engine (unique while it lives), `request_id` to the client and the logs.
 
-    Choice index = prompt index * n + number of the choice, as OpenAI numbers them.
+    Choice index = prompt index * n + number of the choice, as OpenAI numbers them. `first_choice`: the only one of
+    a resumed request.
     """
 
     key: str
@@ -80,6 +83,7 @@ class Generation:
     detokenizers: Sequence[StreamDetokenizer]
     abort: AbortChoice
     tool_parsers: Sequence[ToolCallParser | None] = ()
+    first_choice: int = 0
     arrived_at: float = field(default_factory=time.monotonic)
     abandoned: bool = False
     _choices: list[_Choice] = field(init=False)
@@ -92,11 +96,31 @@ class Generation:
         self._choices = [_Choice(detokenizer, parser)
                          for detokenizer, parser in zip(self.detokenizers, parsers, strict=True)]
 
+    def echo(self, prompt_texts: Sequence[str]) -> None:
+        """Each choice's text begins with its prompt's."""
+        for index, choice in enumerate(self._choices):
+            choice.unsent = prompt_texts[index // self.num_choices_per_prompt]
+
+    def replay(self, token_ids: Sequence[int], *, sent_chars: int) -> None:
+        """Begin behind what another worker generated of the only choice, and `sent_chars` of its text on.
+
+        Everything goes the way it went there, stops and tool calls included, but nothing is handed out again.
+        ApiError 400 when the text that was sent cannot have come from these tokens.
+        """
+        [choice] = self._choices
+        pushed = choice.detokenizer.push(token_ids)
+        text = choice.unsent + _parse(choice.tool_parser, pushed.text, is_last=False).text
+        if pushed.stopped or sent_chars > len(text):
+            raise invalid_request(f"{RESUME_HEADER}: the generated ids make {len(text)} characters"
+                                  f"{' and then stop' if pushed.stopped else ''}, of which {sent_chars} cannot have "
+                                  "been sent.", RESUME_HEADER)
+        choice.num_tokens, choice.unsent = len(token_ids), text[sent_chars:]
+
     # -- from the engine ----------------------------------------------------------------------------------------
 
     def deliver(self, output: SequenceOutput) -> None:
         """Take what one choice produced in a step."""
-        choice = self._choices[output.choice]
+        choice = self._choices[output.choice - self.first_choice]
         if output.cached_tokens is not None:
             choice.cached_tokens = output.cached_tokens
         if output.finish_reason is not None:
@@ -194,7 +218,8 @@ class Generation:
             reason = "tool_calls"
         choice.finish_reason = reason
         logprobs = None if output.logprobs is None else output.logprobs[:num_tokens]
-        self._deltas.append(ChoiceDelta(output.choice, parsed.text, output.token_ids[:num_tokens], logprobs, reason,
+        text, choice.unsent = choice.unsent + parsed.text, ""
+        self._deltas.append(ChoiceDelta(output.choice, text, output.token_ids[:num_tokens], logprobs, reason,
                                         parsed.calls))
         self._news.set()
 

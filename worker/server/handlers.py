@@ -8,7 +8,7 @@ is there, so that until then every failure is a proper status.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import orjson
@@ -16,14 +16,23 @@ from aiohttp import web
 
 from worker.engine.messages import SubmitSequence
 from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
+from worker.prompt.renderer import PromptRenderer
+from worker.prompt.requests import CompletionRequest
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import ChoiceDelta, Generation
-from worker.server.intake import CHAT, COMPLETIONS, Admission, Route, admit
-from worker.server.openai_format import ChatFormat, CompletionFormat, FullChoice, ResponseFormat, ResponseHead
+from worker.server.intake import CHAT, COMPLETIONS, Admission, Body, Route, admit
+from worker.server.openai_format import (
+    ChatFormat,
+    CompletionFormat,
+    FullChoice,
+    ResponseFormat,
+    ResponseHead,
+    best_choices,
+)
 from worker.server.shell import Shell, shell_of
 from worker.server.sse import DONE, event, open_stream
 
@@ -46,7 +55,7 @@ async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
             layout = _format(shell, generation, admission, route)
             if admission.body.stream:
                 return await _stream(request, generation, layout, include_usage=admission.body.include_usage)
-            return await _whole(generation, layout)
+            return await _whole(generation, layout, admission.body)
 
 
 @asynccontextmanager
@@ -74,44 +83,64 @@ async def _submitted(request: web.Request, shell: Shell, admission: Admission,
 
 def _generation(request: web.Request, shell: Shell, admission: Admission, route: Route) -> Generation:
     serving, body = shell.require_serving(), admission.body
-    key = shell.requests.free_key(request[REQUEST_ID])
+    key, resume = shell.requests.free_key(request[REQUEST_ID]), admission.resume
+    given = [prompt[:len(prompt) - admission.num_generated] for prompt in admission.prompts]
     detokenizers = [
         StreamDetokenizer(serving.renderer.tokenizer, prompt_tail_ids=prompt[-PROMPT_TAIL_TOKENS:], stop=body.stop,
                           min_tokens=body.sampling.min_tokens,
                           skip_special_tokens=not needs_special_tokens(body, serving.renderer))
-        for prompt in admission.prompts for _ in range(body.n)
+        for prompt in given for _ in range(body.num_candidates)
     ]
-    return Generation(key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
-                      prompt_lengths=[len(prompt) for prompt in admission.prompts], num_choices_per_prompt=body.n,
-                      tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
-                      tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
-                      abort=lambda choice: shell.engine.abort(key, choice))
+    generation = Generation(
+        key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
+        prompt_lengths=[len(prompt) for prompt in given], num_choices_per_prompt=body.num_candidates,
+        tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
+        tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
+        first_choice=0 if resume is None else resume.choice, abort=lambda choice: shell.engine.abort(key, choice))
+    if isinstance(body, CompletionRequest) and body.echo:
+        generation.echo([_prompt_text(prompt, serving.renderer) for prompt in body.prompts])
+    if resume is not None:
+        generation.replay(admission.prompts[0][-resume.generated:], sent_chars=resume.sent_chars)
+    return generation
+
+
+def _prompt_text(prompt: str | Sequence[int], renderer: PromptRenderer) -> str:
+    return prompt if isinstance(prompt, str) else renderer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def _sequences(generation: Generation, admission: Admission) -> list[SubmitSequence]:
     body = admission.body
     return [
-        SubmitSequence(request_id=generation.key, choice=index * body.n + number, token_ids=prompt,
-                       params=admission.params, max_new_tokens=admission.max_new_tokens[index],
-                       stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys,
-                       priority=body.priority, arrived_at=generation.arrived_at, grammar=admission.grammar)
-        for index, prompt in enumerate(admission.prompts) for number in range(body.n)
+        SubmitSequence(
+            request_id=generation.key, choice=generation.first_choice + index * body.num_candidates + number,
+            token_ids=prompt,
+            params=admission.params, max_new_tokens=admission.max_new_tokens[index],
+            stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys, priority=body.priority,
+            arrived_at=generation.arrived_at, grammar=admission.grammar, num_generated=admission.num_generated)
+        for index, prompt in enumerate(admission.prompts) for number in range(body.num_candidates)
     ]
 
 
 def _format(shell: Shell, generation: Generation, admission: Admission, route: Route) -> ResponseFormat:
     serving = shell.require_serving()
-    head = ResponseHead(request_id=generation.request_id, created=int(time.time()), model=serving.ready.model,
+    resume = admission.resume
+    head = ResponseHead(request_id=generation.request_id, response_id=None if resume is None else resume.id,
+                        created=int(time.time()) if resume is None else resume.created, model=serving.ready.model,
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
-    return (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+    layout = (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+    if resume is not None:
+        layout.resumed(resume.choice, admission.prompts[0][-resume.generated:])
+    return layout
 
 
-async def _whole(generation: Generation, layout: ResponseFormat) -> web.Response:
+async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> web.Response:
     choices = [FullChoice() for _ in generation.detokenizers]
     while deltas := await generation.next_deltas():
         for delta in deltas:
             choices[delta.choice].add(delta)
+    if body.num_candidates > body.n:
+        choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
     return web.Response(body=orjson.dumps(layout.full(choices, account)), content_type="application/json",
                         headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})

@@ -23,7 +23,14 @@ from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, p
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
-from worker.protocol.internal_request import WORKER_TOKEN_HEADER, decode_internal, is_internal
+from worker.protocol.internal_request import (
+    RESUME_HEADER,
+    WORKER_TOKEN_HEADER,
+    InternalRequest,
+    Resume,
+    decode_internal,
+    is_internal,
+)
 from worker.protocol.logs import get_logger
 from worker.server.answer_form import grammar_of
 from worker.server.error_middleware import body_too_large
@@ -62,7 +69,10 @@ COMPLETIONS = Route("/v1/completions", parse_completion, _render_completion, "pr
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A checked request: `prompts` fit the context, `max_new_tokens` (one per prompt) too."""
+    """A checked request: `prompts` fit the context, `max_new_tokens` (one per prompt) too.
+
+    With `resume` there is one prompt and one choice, and the prompt's last ids are what was generated already.
+    """
 
     body: Body
     prompts: list[list[int]]
@@ -72,15 +82,23 @@ class Admission:
     extra_keys: tuple[ExtraKey, ...]
     tokenize_s: float
     grammar: GrammarSpec | None
+    resume: Resume | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return 0 if self.resume is None else self.resume.generated
 
 
 async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     """Read and check a request; ApiError on everything that cannot run."""
     serving = shell.require_accepting()
+    resume = None
     if is_internal(request.headers):
         require_worker_token(request, shell)
         raw = await read_body(request, shell.config.max_body_bytes)
-        body, prompts, extra_keys, tokenize_s = _read_internal(request, raw, route)
+        internal = decode_internal(request.headers, raw)
+        prompts, resume, extra_keys, tokenize_s = internal.prompts, internal.resume, _gateway_salt(internal), 0.0
+        body = _body_of(internal, route)
         _check_vocabulary(prompts, serving.ready, route)
     else:
         raw = await read_body(request, shell.config.max_body_bytes)
@@ -91,9 +109,10 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
-    return Admission(body, prompts, _max_new_tokens(body, prompts, serving.ready, route), _with_seed(body),
-                     _stop_token_ids(body, serving.ready), extra_keys, tokenize_s,
-                     grammar_of(body, serving.renderer))
+    max_new_tokens = _max_new_tokens(body, prompts, serving.ready, route, resume=resume)
+    return Admission(
+        body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
+        extra_keys=extra_keys, tokenize_s=tokenize_s, grammar=grammar_of(body, serving.renderer), resume=resume)
 
 
 def require_worker_token(request: web.Request, shell: Shell) -> None:
@@ -136,15 +155,20 @@ def _read_direct(raw: bytes, serving: Serving, route: Route) -> tuple[Body, list
     return body, prompts, time.perf_counter() - started
 
 
-def _read_internal(request: web.Request, raw: bytes,
-                   route: Route) -> tuple[Body, list[list[int]], tuple[ExtraKey, ...], float]:
-    internal = decode_internal(request.headers, raw)
+def _body_of(internal: InternalRequest, route: Route) -> Body:
     body = route.parse(internal.json_body)
-    extra_keys: tuple[ExtraKey, ...] = ()
-    if internal.salt is not None:
-        # The gateway has folded the body's own cache_salt into this one: it alone speaks for tenants.
-        extra_keys = (ExtraKey(ExtraKeyKind.GATEWAY_SALT, internal.salt, internal.salt_from),)
-    return body, internal.prompts, extra_keys, 0.0
+    if internal.resume is None:
+        return body
+    if not body.stream:
+        raise invalid_request("Only a stream can be resumed.", RESUME_HEADER)
+    return msgspec.structs.replace(body, n=1)    # each unfinished choice is resumed by a request of its own
+
+
+def _gateway_salt(internal: InternalRequest) -> tuple[ExtraKey, ...]:
+    if internal.salt is None:
+        return ()
+    # The gateway has folded the body's own cache_salt into this one: it alone speaks for tenants.
+    return (ExtraKey(ExtraKeyKind.GATEWAY_SALT, internal.salt, internal.salt_from),)
 
 
 def _body_salt(body: Body) -> tuple[ExtraKey, ...]:
@@ -159,34 +183,42 @@ def _check_vocabulary(prompts: list[list[int]], ready: EngineReady, route: Route
 
 
 def _check_number_of_choices(body: Body, prompts: list[list[int]], shell: Shell) -> None:
-    num_choices, limit = len(prompts) * body.n, shell.config.max_running + shell.config.max_waiting
+    num_choices, limit = len(prompts) * body.num_candidates, shell.config.max_running + shell.config.max_waiting
     if num_choices > limit:
-        raise invalid_request(f"{len(prompts)} prompts times n = {body.n} is {num_choices} sequences; this worker "
+        raise invalid_request(f"{len(prompts)} prompts times n or best_of = {body.num_candidates} is {num_choices} "
+                              f"sequences; this worker "
                               f"holds at most {limit}.", "n")
 
 
-def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, route: Route) -> list[int]:
+def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, route: Route, *,
+                    resume: Resume | None) -> list[int]:
     """Per prompt: what was asked for, or the rest of the context. More than fits is refused, never cut short."""
+    num_generated = 0 if resume is None else resume.generated
     rests = []
-    for prompt in prompts:
-        rest = ready.max_context - len(prompt)
-        if not prompt:
+    for length in (len(prompt) - num_generated for prompt in prompts):
+        rest = ready.max_context - length
+        if not length:
             raise invalid_request("The prompt has no tokens.", route.prompt_param)
         if rest < 1:
-            raise invalid_request(f"The prompt is {len(prompt)} tokens long and this worker's context is "
+            raise invalid_request(f"The prompt is {length} tokens long and this worker's context is "
                                   f"{ready.max_context} tokens, of which at least one must be left for the answer.",
                                   route.prompt_param)
         if body.max_tokens is not None and body.max_tokens > rest:
-            raise invalid_request(f"max_tokens is {body.max_tokens}, but the prompt takes {len(prompt)} of this "
+            raise invalid_request(f"max_tokens is {body.max_tokens}, but the prompt takes {length} of this "
                                   f"worker's context of {ready.max_context} tokens and leaves {rest}.", "max_tokens")
         rests.append(rest if body.max_tokens is None else body.max_tokens)
+        if num_generated >= rests[-1]:
+            raise invalid_request(f"{num_generated} tokens are generated already, of {rests[-1]} at most: there is "
+                                  "nothing to resume.", RESUME_HEADER)
     return rests
 
 
-def _with_seed(body: Body) -> SamplingParams:
-    if body.seed_given:
-        return body.sampling
-    return msgspec.structs.replace(body.sampling, seed=secrets.randbits(SEED_BITS))
+def _sampling(body: Body) -> SamplingParams:
+    """With a seed drawn where none was given, and the log-probabilities that the best candidates are chosen by."""
+    params = body.sampling
+    if body.num_candidates > body.n and params.logprobs is None:
+        params = msgspec.structs.replace(params, logprobs=0)
+    return params if body.seed_given else msgspec.structs.replace(params, seed=secrets.randbits(SEED_BITS))
 
 
 def _stop_token_ids(body: Body, ready: EngineReady) -> frozenset[int]:

@@ -34,6 +34,7 @@ class ResponseHead:
     return_token_ids: bool
     include_usage: bool
     tool_style: ToolStyle = HERMES
+    response_id: str | None = None    # of a resumed answer, which keeps it
 
 
 @dataclass(slots=True)
@@ -55,6 +56,22 @@ class FullChoice:
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 
+def best_choices(choices: Sequence[FullChoice], num_candidates: int, n: int, *,
+                 keep_logprobs: bool) -> list[FullChoice]:
+    """Of each prompt's `num_candidates` choices the `n` with the highest log-probability per token, best first."""
+    best: list[FullChoice] = []
+    for start in range(0, len(choices), num_candidates):
+        best += sorted(choices[start:start + num_candidates], key=_mean_logprob, reverse=True)[:n]
+    for choice in best:
+        choice.logprobs = choice.logprobs if keep_logprobs else None
+    return best
+
+
+def _mean_logprob(choice: FullChoice) -> float:
+    logprobs = [item.logprob for item in choice.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_MIN
+
+
 def usage(account: Account) -> Json:
     """The `usage` object; `cached_tokens` is always there, also when it is 0."""
     return {"prompt_tokens": account.prompt_tokens, "completion_tokens": account.completion_tokens,
@@ -71,6 +88,7 @@ class ResponseFormat(ABC):
 
     def __init__(self, head: ResponseHead, token_text: TokenText) -> None:
         self._head = head
+        self._response_id = head.response_id or self.prefix + head.request_id
         self._token_text = token_text
         self._chunk_head = self._object(self.chunk_object_name)
 
@@ -80,6 +98,10 @@ class ResponseFormat(ABC):
         if said_nothing and not self._head.return_token_ids:
             return []
         return [self._chunk([self._chunk_choice(delta)])]
+
+    @abstractmethod
+    def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
+        """These tokens of a choice were told by another worker: go on as if by us."""
 
     def usage_chunk(self, account: Account) -> Json:
         """The last chunk of a stream that asked for usage: no choices."""
@@ -92,7 +114,7 @@ class ResponseFormat(ABC):
 
     def _object(self, name: str) -> Json:
         head = self._head
-        return {"id": self.prefix + head.request_id, "object": name, "created": head.created, "model": head.model,
+        return {"id": self._response_id, "object": name, "created": head.created, "model": head.model,
                 "system_fingerprint": head.system_fingerprint}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -132,6 +154,9 @@ class ChatFormat(ResponseFormat):
                    "finish_reason": None}
         return [self._chunk([self._with_token_ids(opening, ())]), *rest]
 
+    def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
+        self._has_role.add(choice)
+
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
         said: Json = {"content": delta.text} if delta.text else {}
         if delta.tool_calls:
@@ -153,7 +178,7 @@ class ChatFormat(ResponseFormat):
     def _tool_call(self, choice: int, call: ToolCall) -> Json:
         """Its id is a function of where it stands, so that an answer that moves to another worker keeps it."""
         style = self._head.tool_style
-        digest = hashlib.sha256(f"{self._head.request_id}/{choice}/{call.index}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._response_id}/{choice}/{call.index}".encode()).hexdigest()
         return {"id": style.call_id_prefix + digest[:style.call_id_chars], "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -177,6 +202,9 @@ class CompletionFormat(ResponseFormat):
     def __init__(self, head: ResponseHead, token_text: TokenText) -> None:
         super().__init__(head, token_text)
         self._text_offsets: defaultdict[int, int] = defaultdict(int)
+
+    def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
+        self._text_offsets[choice] = sum(len(self._token_text.escaped_text_of(token_id)) for token_id in token_ids)
 
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
         choice = {"index": delta.choice, "text": delta.text, "finish_reason": delta.finish_reason,

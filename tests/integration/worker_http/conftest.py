@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from loadtests.local_stack import Child
+from tests.support.tiny_tokenizer import TOOL_TEMPLATE
 from tests.support.tiny_worker import running_tiny_worker, worker_client, write_tiny_model
 
 
@@ -20,6 +21,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def worker(tiny_model: Path) -> Iterator[Child]:
     with running_tiny_worker(tiny_model) as child:
+        yield child
+
+
+@pytest.fixture(scope="session")
+def tool_worker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """A strict worker whose template has a place for tools."""
+    template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    with running_tiny_worker(tiny_model, "--chat-template", str(template), "--exactness", "strict") as child:
         yield child
 
 

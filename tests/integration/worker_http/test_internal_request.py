@@ -97,8 +97,17 @@ async def test_a_body_salt_never_meets_a_gateway_salt(client: aiohttp.ClientSess
         assert (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_resuming_is_refused_for_now(client: aiohttp.ClientSession) -> None:
-    status, answer, _ = await send(client, COMPLETIONS, body(), [ids("x")], {**TOKEN, RESUME_HEADER: "{}"})
+RESUME = {"generated": 1, "choice": 0, "sent_chars": 0, "id": "cmpl-1", "created": 1}
+
+
+@pytest.mark.parametrize(("changes", "fields"), [
+    ({"generated": 0}, {}), ({"generated": 2}, {}), ({"generated": "1"}, {}), ({"sent_chars": 50}, {}),
+    ({"id": ""}, {}), ({"choice": -1}, {}), ({}, {"stream": False}), ({}, {"max_tokens": 1}), ({}, {"stop": "b"})])
+async def test_a_resumption_that_makes_no_sense(client: aiohttp.ClientSession, changes: dict[str, Any],
+                                                fields: dict[str, Any]) -> None:
+    header = orjson.dumps(RESUME | changes).decode()
+    status, answer, _ = await send(client, COMPLETIONS, body(**{"stream": True, **fields}), [[*ids("a"), *ids("b")]],
+                                   {**TOKEN, RESUME_HEADER: header})
     assert (status, answer["error"]["param"]) == (400, RESUME_HEADER)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,24 +11,13 @@ import pytest
 
 from loadtests.local_stack import Child
 from tests.support.json_schemas import random_schema
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE
-from tests.support.tiny_worker import running_tiny_worker, until_idle, worker_client
+from tests.support.tiny_worker import until_idle, worker_client
 
 MESSAGES = [{"role": "user", "content": "how is the weather?"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo", "Città di Castello"]}},
         "required": ["city"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}},
          {"type": "function", "function": {"name": "time", "parameters": CITY}}]
-HERMES_TEMPLATE = ("{% if tools %}{{ 'Write <tool_call>{...}</tool_call>: ' + tools | tojson }}{% endif %}"
-                   + CHAT_TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def tool_worker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
-    template.write_text(HERMES_TEMPLATE)
-    with running_tiny_worker(tiny_model, "--chat-template", str(template)) as child:
-        yield child
 
 
 @pytest.fixture
