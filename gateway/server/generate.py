@@ -26,6 +26,7 @@ from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
+from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -51,10 +52,11 @@ class GenerateRoute:
 
     path: str
     parse: Callable[[bytes], PromptRequest]
+    prompt_param: str
 
 
-CHAT = GenerateRoute("/v1/chat/completions", parse_chat)
-COMPLETIONS = GenerateRoute("/v1/completions", parse_completion)
+CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
+COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,16 @@ class Generate:
         salt = cache_salt_of(parsed.cache_salt, self._config.worker_token)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            extra_keys=salt.extra_keys)
+            extra_keys=salt.extra_keys, limit=self._limit(reference, route))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n, parsed.stream)
         return Intake(route, body, parsed, salt, routed)
+
+    def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
+        max_context = self._dispatcher.max_context(reference.model)
+        return None if max_context is None else PromptLimit(max_context, reference.token_bound,
+                                                            route.prompt_param)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""

@@ -59,8 +59,8 @@ class GatewayMetrics:
                                   registry=registry)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
                                 registry=registry)
-        self._rejected = Counter("headstart_rejected", "Requests refused for want of a worker or of room.", ["reason"],
-                                 registry=registry)
+        self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
+                                 ["reason"], registry=registry)
         self._broken_streams = Counter("headstart_broken_streams", "Streams that ended without [DONE].",
                                        ["reason"], registry=registry)
         self._disconnects = Counter("headstart_client_disconnects", "Clients that left early.", registry=registry)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, running_gateway
 from tests.support.stub_worker import StubWorker, pause, running
+from worker.prompt.requests import parse_chat
 
 CHAT = "/v1/chat/completions"
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
@@ -67,6 +68,28 @@ async def test_a_clients_mistake_is_named_and_reaches_no_worker(mistake: Mistake
         assert answer.headers["x-request-id"]
         assert not stub.seen
         assert (await gateway.chat()).status == 200, "the next request is served"
+
+
+async def test_a_prompt_longer_than_every_context_is_refused_before_any_worker() -> None:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN, max_context=context) for context in (100, 300)]
+    async with running(*stubs), running_gateway(*(stub.url for stub in stubs)) as gateway:
+        await gateway.until_exact(num_workers=2)
+        small, large = stubs
+        room = 300 - len(small.renderer.chat(parse_chat(b'{"model":"m",' + MESSAGES + b"}"))) + len("hi")
+        for length, says in ((room, "300 tokens long"), (10_000, "at least 100")):
+            answer = await gateway.chat("x" * length)
+            assert (answer.status, answer.error["param"]) == (400, "messages")
+            assert says in answer.error["message"]
+            assert "300 tokens, of which" in answer.error["message"]
+        answer = await gateway.send("POST", "/v1/completions", payload={"model": "stub", "prompt": [1] * 300})
+        assert (answer.status, answer.error["param"]) == (400, "prompt")
+        assert not small.seen + large.seen
+        for _ in range(4):
+            assert (await gateway.chat("x" * (room - 1))).status == 200
+            assert (await gateway.chat("x", max_tokens=150)).status == 200
+        assert (len(small.seen), len(large.seen)) == (0, 8)
+        assert await gateway.metric('headstart_prompt_tokens_total{model="stub"}') == sum(
+            len(seen.prompt) for seen in large.seen)
 
 
 async def test_a_100_mb_body_without_a_length_is_refused_on_the_way() -> None:
