@@ -94,6 +94,11 @@ class Endpoint:
             return Knowledge.NONE
         return Knowledge.EXACT if self.feed.in_sequence else Knowledge.APPROXIMATE
 
+    @property
+    def token_refused(self) -> bool:
+        """Whether it says that it would not honour our internal requests: it then gets the client's JSON alone."""
+        return self.report is not None and self.report.internal_requests in ("refused", "off")
+
     def view(self, own_load: LoadView) -> EndpointView:
         """The snapshot that routing decides on, with `own_load` now in the ledger. Only for one that has joined.
 

@@ -224,4 +224,6 @@ def _expected_prefill_s(decision: RoutingDecision) -> float:
 
 def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     """Whether the worker gets the client's JSON alone: without a shared token, or when its tokens are not ours."""
-    return not worker_token or endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+    if not worker_token or endpoint.token_refused:
+        return True
+    return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible

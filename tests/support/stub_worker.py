@@ -177,9 +177,12 @@ class StubWorker:
         if self.kv_problem is not None:
             return _error(self.kv_problem, "worker_loading", "The model is still loading.")
         num_blocks = len(self.blocks)
+        is_accepted = request.headers.get(WORKER_TOKEN_HEADER) == self.worker_token
         return _json({
             "engine": "headstart", "version": "stub", "pid": None, "epoch": self.epoch, "model": self.model,
-            "hash_scheme": self.scheme.to_wire(with_seed=True), "hash_scheme_digest": self.scheme.digest(),
+            "hash_scheme": self.scheme.to_wire(with_seed=is_accepted or not self.worker_token),
+            "internal_requests": "off" if not self.worker_token else "accepted" if is_accepted else "refused",
+            "hash_scheme_digest": self.scheme.digest(),
             "block_size": BLOCK_SIZE, "max_context": self.max_context, "exactness": self.scheme.exactness,
             "kv_cache": "full",
             "events": {"endpoint": self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
