@@ -38,6 +38,7 @@ from worker.protocol.logs import get_logger
 ON_LOOP_PARSE_BYTES = 256 * 1024
 WORKER_HEADER = "x-headstart-worker"
 MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
+QUEUE_FULL = "queue_full"
 EVENT_STREAM = "text/event-stream"
 _PASSED_ON = ("traceparent", "tracestate")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -180,6 +181,7 @@ class Generate:
     async def _pass_on(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
                        headers: Mapping[str, str]) -> web.StreamResponse:
         record.status = answer.response.status
+        record.admitted = record.status == 200
         content_type = answer.response.headers.get("content-type", "application/json")
         if answer.response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, answer, record, {"Content-Type": content_type, **headers})
@@ -236,7 +238,7 @@ def _last_word(failure: AttemptFailed, record: RequestRecord) -> web.Response:
     if isinstance(outcome, ApiError):
         raise outcome
     assert isinstance(outcome, Refusal)
-    record.status, record.outcome, record.error = outcome.status, "client_error", failure.reason
+    record.status, record.outcome, record.error = outcome.status, "client_error", QUEUE_FULL
     headers = {"Content-Type": outcome.content_type}
     if outcome.retry_after is not None:
         headers["Retry-After"] = outcome.retry_after

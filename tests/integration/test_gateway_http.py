@@ -129,6 +129,14 @@ async def test_without_a_configured_token_a_private_file_has_one(tmp_path: Path)
         headers = {"Authorization": f"Bearer {token}"}
         assert (await gateway.send("GET", "/admin/workers", headers=headers)).status == 200
         assert (await gateway.send("GET", "/admin/workers", headers={"Authorization": "Bearer "})).status == 401
+    assert not file.exists(), "a token of a gateway that has ended is of no use"
+
+
+async def test_a_token_file_that_another_gateway_has_replaced_stays(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    async with running_gateway("http://127.0.0.1:1", admin_token="", admin_token_file=file):
+        file.write_text("another's")
+    assert file.read_text() == "another's"
 
 
 async def test_a_token_file_that_cannot_be_written_closes_the_admin_routes(tmp_path: Path) -> None:
@@ -216,18 +224,23 @@ async def _seen(stub: StubWorker, number: int) -> bool:
 
 def gateway_process(**settings: object) -> subprocess.Popen[str]:
     """A process that runs a gateway and ends with its exit status: run() owns signals and logging."""
-    program = ("import sys; from gateway.config import GatewayConfig; from gateway.server.app import run; "
-               f"sys.exit(run(GatewayConfig(admin_token='x', **{settings!r})))")
+    program = ("import sys; from pathlib import PosixPath; from gateway.config import GatewayConfig; "
+               "from gateway.server.app import run; "
+               f"sys.exit(run(GatewayConfig(**{ {'admin_token': 'x', **settings}!r})))")
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
 
 
-def test_a_port_in_use_is_one_line_and_exit_1() -> None:
+def test_a_port_in_use_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    """And the token file belongs to whoever has the port."""
+    file = tmp_path / "token"
+    file.write_text("the running gateway's")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = gateway_process(port=taken.getsockname()[1])
+        process = gateway_process(port=taken.getsockname()[1], admin_token="", admin_token_file=file)
         _, err = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == 2
+    assert file.read_text() == "the running gateway's"
     assert len(err.strip().splitlines()) == 1
     assert "Address already in use" in err
     assert "--port" in err
