@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,7 +34,7 @@ PromptRequest = ChatRequest | CompletionRequest
 class PreparedPrompt:
     """`prompts` are the ids of each prompt; `hashes` the first prompt's block hashes under each hash scheme."""
 
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     hashes: dict[HashScheme, list[int]]
     tokenize_s: float
     hash_s: float
@@ -100,7 +100,10 @@ class PromptWork:
 def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
              extra_keys: tuple[ExtraKey, ...]) -> PreparedPrompt:
     began_at = time.perf_counter()
-    prompts = [renderer.chat(request)] if isinstance(request, ChatRequest) else renderer.completion(request)
+    # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
+    scope = "/".join([key.value.hex() for key in extra_keys])
+    prompts: list[Sequence[int]] = ([renderer.chat_packed(request, scope=scope)] if isinstance(request, ChatRequest)
+                                    else [*renderer.completion(request, scope=scope)])
     tokenized_at = time.perf_counter()
     hashes = {scheme: block_hashes(prompts[0], scheme, extra_keys) for scheme in schemes}
     return PreparedPrompt(prompts, hashes, tokenized_at - began_at, time.perf_counter() - tokenized_at)
