@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,7 +35,7 @@ PromptRequest = ChatRequest | CompletionRequest
 class PreparedPrompt:
     """`prompts` are the ids of each prompt; `hashes` the first prompt's block hashes under each hash scheme."""
 
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     hashes: dict[HashScheme, list[int]]
     tokenize_s: float
     hash_s: float
@@ -114,7 +114,10 @@ def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
 def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
              extra_keys: tuple[ExtraKey, ...], *, limit: PromptLimit | None) -> PreparedPrompt:
     began_at = time.perf_counter()
-    prompts = [renderer.chat(request)] if isinstance(request, ChatRequest) else renderer.completion(request)
+    # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
+    scope = "/".join([key.value.hex() for key in extra_keys])
+    prompts: list[Sequence[int]] = ([renderer.chat_packed(request, scope=scope)] if isinstance(request, ChatRequest)
+                                    else [*renderer.completion(request, scope=scope)])
     if limit is not None:
         limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()

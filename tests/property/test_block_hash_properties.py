@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 
 import pytest
 from hypothesis import given
@@ -48,6 +49,7 @@ def naive(ids: list[int], size: int, keys: list[ExtraKey]) -> list[int]:
 @given(token_ids, block_sizes, extra_keys)
 def test_equals_the_naive_chain(ids: list[int], size: int, keys: list[ExtraKey]) -> None:
     assert block_hashes(ids, scheme(size), keys) == naive(ids, size, keys)
+    assert block_hashes(array("I", ids), scheme(size), keys) == naive(ids, size, keys)
 
 
 @given(token_ids, block_sizes, extra_keys, st.randoms(use_true_random=False))

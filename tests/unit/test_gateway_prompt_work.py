@@ -53,6 +53,20 @@ async def test_prompts_are_hashed_once_per_scheme_and_by_the_first() -> None:
     work.close()
 
 
+async def test_a_salt_keeps_the_memory_of_texts_apart() -> None:
+    work, renderer = PromptWork(), PromptRenderer(byte_bundle())
+    request = parse_completion(b'{"model":"m","prompt":"' + b"hello, world " * 200 + b'"}')
+    sizes = []
+    for salt in (None, None, "a", "a", "b"):
+        await work.prepare(renderer, request, num_body_bytes=0, schemes=[],
+                           extra_keys=cache_salt_of(salt, "secret").extra_keys)
+        sizes.append(renderer.tokenizer.remembered_bytes)
+    one = sizes[0]
+    assert one > 0
+    assert sizes == [one, one, 2 * one, 2 * one, 3 * one]
+    work.close()
+
+
 async def test_long_prompts_leave_the_event_loop_and_give_the_same_ids() -> None:
     work, renderer = PromptWork(), PromptRenderer(byte_bundle())
     request = parse_chat(b'{"model":"m","messages":[{"role":"user","content":"hello"}]}')

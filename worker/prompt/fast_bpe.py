@@ -36,7 +36,7 @@ class FastBpe:
     """Ids of texts that it is sure about. Safe to use from several threads; works without the GIL."""
 
     def __init__(self, encoding: Encoding, *, normal_form: bool, missing: Collection[int] = ()) -> None:
-        self._encoding = encoding
+        self.encoding = encoding
         missing_ascii = "".join(f"\\x{byte:02x}" for byte in missing if byte < _ASCII_END)
         self._missing = re.compile(f"[{missing_ascii}]") if missing_ascii else None
         self._normal_form = normal_form
@@ -58,7 +58,7 @@ class FastBpe:
         added = set(self._added.findall(text)) if self._added is not None else set[str]()
         token_ids = array("I")
         token_ids.frombytes(
-            self._encoding.encode_to_numpy(text, allowed_special=added, disallowed_special=()).tobytes())
+            self.encoding.encode_to_numpy(text, allowed_special=added, disallowed_special=()).tobytes())
         return token_ids
 
 

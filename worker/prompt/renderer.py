@@ -6,6 +6,7 @@ that a prompt has the same ids, and the same block hashes, wherever it is render
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,14 +30,18 @@ class PromptRenderer:
         self.tool_style = style_of_template(
             bundle.chat_templates.get(TOOL_TEMPLATE) or bundle.chat_templates.get("default") or "")
 
-    def chat(self, request: ChatRequest) -> list[int]:
-        """The ids of a chat prompt.
+    def chat(self, request: ChatRequest, *, scope: str = "") -> list[int]:
+        """chat_packed() as a list."""
+        return self.chat_packed(request, scope=scope).tolist()
+
+    def chat_packed(self, request: ChatRequest, *, scope: str = "") -> array[int]:
+        """The ids of a chat prompt as u32. `scope` names those who may notice that its beginning was seen before.
 
         ApiError 400: no template, tools that it ignores, what the template refuses, ids out of the vocabulary.
         """
         self._check_logit_bias(request)
         # The template writes the special tokens itself.
-        token_ids = self.tokenizer.encode(self.chat_text(request), add_special_tokens=False)
+        token_ids = self.tokenizer.encode_packed(self.chat_text(request), add_special_tokens=False, scope=scope)
         self._check_ids(token_ids, "messages")
         return token_ids
 
@@ -48,11 +53,11 @@ class PromptRenderer:
             request.messages or (), tools=tools, add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message, template_kwargs=request.chat_template_kwargs)
 
-    def completion(self, request: CompletionRequest) -> list[list[int]]:
+    def completion(self, request: CompletionRequest, *, scope: str = "") -> list[list[int]]:
         """The ids of each prompt, in order. ApiError 400: an id out of the vocabulary, or a prompt without tokens."""
         self._check_logit_bias(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer.encode_many(texts, add_special_tokens=True)) if texts else iter(())
+        encoded = iter(self.tokenizer.encode_many(texts, add_special_tokens=True, scope=scope))
         prompts = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
         for index, token_ids in enumerate(prompts):
             self._check_ids(token_ids, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
@@ -88,6 +93,8 @@ class PromptRenderer:
         # Text can also name a token that the model has no embedding for (Gemma 3's image placeholder).
         if not token_ids:
             raise invalid_request("The prompt has no tokens.", param)
+        if isinstance(token_ids, array) and self.tokenizer.text_stays_in_vocabulary:
+            return      # an array is what the tokenizer itself gave
         highest = max(token_ids)
         if highest >= self.tokenizer.vocab_size:
             raise _out_of_vocabulary(highest, self.tokenizer.vocab_size, param)

@@ -124,7 +124,9 @@ class PromptTokenizer:
     """A loaded tokenizer, safe to use from several threads.
 
     `vocab_size` is one above the highest id that may be computed: tokens that the model has no embedding for are cut
-    off. Raises ValueError when tokenizer.json cannot be loaded.
+    off, and unless `text_stays_in_vocabulary` a text may name one of them. What was encoded is remembered, within
+    bounds, for texts that begin alike; only the memory is locked, while it is read or added to. Raises ValueError
+    when tokenizer.json cannot be loaded.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -140,6 +142,7 @@ class PromptTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         highest = max([num_tokens - 1, *added])
         self.vocab_size = min(highest + 1, bundle.model_vocab_size or highest + 1)
+        self.text_stays_in_vocabulary = self.vocab_size == highest + 1
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.decoder_shape = self._read_decoder_shape()
         self._token_bytes: dict[int, bytes] = {}  # at most one entry per vocabulary entry
@@ -204,6 +207,11 @@ class PromptTokenizer:
             if all(before + inner + behind == outer for inner, outer in zip(plain, full, strict=True)):
                 return before, behind
         return None
+
+    @property
+    def remembered_bytes(self) -> int:
+        """What the memory of earlier texts holds, at most prefix_encoder.TRIE_BYTES_MAX."""
+        return 0 if self._prefix_encoder is None else self._prefix_encoder.trie.num_bytes
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids together; ids that the tokenizer does not know add nothing."""

@@ -169,9 +169,12 @@ def extra_keys_of_block(index: int, block_size: int, extra_keys: Sequence[ExtraK
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32, the form that is hashed and that travels in internal requests."""
+    """Token ids as little-endian u32, the form that is hashed and that travels in internal requests.
+
+    An array("I") is taken as it lies there, without an object for every id.
+    """
     try:
-        packed = array("I", token_ids)
+        packed = array("I", token_ids)      # of an array this is one copy
     except OverflowError as error:
         raise AssertionError("a token id does not fit u32: check ids against the vocabulary first") from error
     assert packed.itemsize == TOKEN_BYTES

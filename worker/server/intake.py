@@ -55,12 +55,12 @@ class Route:
 
 def _render_chat(renderer: PromptRenderer, body: Body) -> list[list[int]]:
     assert isinstance(body, ChatRequest)
-    return [renderer.chat(body)]
+    return [renderer.chat(body, scope=body.cache_salt or "")]
 
 
 def _render_completion(renderer: PromptRenderer, body: Body) -> list[list[int]]:
     assert isinstance(body, CompletionRequest)
-    return renderer.completion(body)
+    return renderer.completion(body, scope=body.cache_salt or "")
 
 
 CHAT = Route("/v1/chat/completions", parse_chat, _render_chat, "messages")
