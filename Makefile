@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-worker clean
+.PHONY: install dev up demo test test-full lint bench bench-gateway bench-worker clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -54,6 +54,10 @@ bench-worker: dev
 
 bench: dev
 	$(PY) -m loadtests.bench.routing $(ARGS)
+
+# Against other commits, interleaved: make bench-gateway ARGS="--against main"
+bench-gateway: dev
+	$(PY) -m loadtests.bench.relay $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

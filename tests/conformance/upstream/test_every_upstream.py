@@ -214,7 +214,7 @@ async def test_an_early_answer_is_heard_while_the_request_is_still_on_its_way(up
     async with scripted(script, answers(sized(b"hi"))) as server:
         response = await asyncio.wait_for(upstream.open(post(server.url, b"x" * (32 << 20))), SOON_S)
         assert (response.status, await read_all(response)) == (413, b"too large")
-        assert await fetch(upstream, server.url) == (200, b"hi")
+        assert await asyncio.wait_for(fetch(upstream, server.url), SOON_S) == (200, b"hi")
         assert len(server.peers) == 2, "half a request is no place to begin another"
 
 
