@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gateway.admission.keys_file import api_keys_problem
 from gateway.routing.policies import POLICIES
 from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
@@ -59,6 +60,12 @@ class GatewayConfig:
     # Empty: a random one in a 0600 file.
     admin_token: str = setting("", env="HEADSTART_ADMIN_TOKEN")
     admin_token_file: Path | None = setting(None, help="where a random admin token is written")
+    keys_file: Path | None = setting(None, help="a TOML file of tenants and their keys' hashes; none: all may ask")
+    # tenant=key, with commas; a key or its hash. Both may be given.
+    api_keys: tuple[str, ...] = setting((), env="HEADSTART_API_KEYS", check=api_keys_problem)
+    keys_reload_s: float = setting(2.0, bounds=(0.01, None), help="between two looks at the keys file")
+    # Keys every tenant's cache salt; the same at every gateway in front of the same workers. Empty: the worker token.
+    salt_secret: str = setting("", env="HEADSTART_SALT_SECRET")
     # Empty: workers tokenise for themselves.
     worker_token: str = setting("", env="HEADSTART_WORKER_TOKEN")
     log_format: str = setting("json", choices=FORMATS, help="log lines")

@@ -50,6 +50,20 @@ def not_served(path: str) -> ApiError:
     return ApiError(501, "not_served", f"{path} is not served by this version; use /v1/chat/completions.")
 
 
+def no_api_key() -> ApiError:
+    return ApiError(401, "unauthenticated", "Send a valid API key as `Authorization: Bearer KEY`.",
+                    headers={"WWW-Authenticate": "Bearer"})
+
+
+def model_forbidden(model: str) -> ApiError:
+    return ApiError(403, "forbidden", f"This API key may not use the model `{model[:200]}`.", param="model")
+
+
+def tenant_not_found(tenant_id: str | None) -> ApiError:
+    named = "Name a tenant as ?tenant=ID" if tenant_id is None else f"There is no tenant {tenant_id[:200]!r}"
+    return ApiError(404, "tenant_not_found", f"{named}; the tenants are those of the gateway's keys.")
+
+
 def unauthenticated() -> ApiError:
     return ApiError(401, "unauthenticated", "Send the admin token as `Authorization: Bearer TOKEN` "
                     "(HEADSTART_ADMIN_TOKEN, or the file named in the gateway's start-up log).",

@@ -16,12 +16,14 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
+from gateway.admission.keys_file import KeysError
 from gateway.config import GatewayConfig
 from gateway.knowledge.discovery.static import DiscoveryError, static_workers
 from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.knowledge.worker_poll import WorkerPoll
 from gateway.relay.upstream import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
+from gateway.server.access import Access
 from gateway.server.admin_token import admin_token_of
 from gateway.server.dispatch import Dispatcher
 from gateway.server.generate import Generate
@@ -52,9 +54,9 @@ class Gateway:
     """One gateway process's parts. Create it inside a running loop; start(), then drain() or aclose()."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        table, policy = _checked(config)
+        table, policy, access = _checked(config)
         self.config = config
-        self.state = new_state(config, table)
+        self.state = new_state(config, table, access)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._poll = WorkerPoll(table, self.state.ledger, self.state.joining, self.state.writer,
                                 session=self._session, worker_token=config.worker_token,
@@ -78,6 +80,7 @@ class Gateway:
         if self.config.ops_port is not None:
             await self._listen(ops, self.config.ops_port)
         self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
+                       asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
         _log.info("gateway_started", host=self.config.host, port=self.port, ops_port=self.config.ops_port,
@@ -110,8 +113,8 @@ class Gateway:
         config = self.config
         main, ops_only = (Routes(root_path=config.root_path, cors_origins=config.cors_origins) for _ in range(2))
         main.is_closing = ops_only.is_closing = lambda: self._readiness.closing
-        ClientRoutes(table=self.state.table, generate=self._generate, prompt_work=self._prompt_work,
-                     max_body_bytes=config.max_body_bytes).add_to(main)
+        ClientRoutes(table=self.state.table, access=self.state.access, generate=self._generate,
+                     prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
         ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token(),
                         request_drain=self._poll.request_drain)
         ops.add_probes(main)
@@ -164,6 +167,8 @@ async def _serve(config: GatewayConfig) -> int:
     gateway, signals = Gateway(config), _Signals()
     try:
         await gateway.start()
+        if config.keys_file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.state.access.reload)
         await signals.first.wait()
         # The delay is for load balancers to notice; a person at the terminal has noticed already.
         await gateway.drain(signals.second, delay_s=0.0 if signals.interrupted else config.drain_delay_s)
@@ -194,10 +199,10 @@ async def _wait_or_hurry(hurry: asyncio.Event, seconds: float) -> None:
             await hurry.wait()
 
 
-def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy]:
+def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy, Access]:
     try:
-        return EndpointTable(static_workers(config.workers)), policy_named(config.policy)
-    except (DiscoveryError, ValueError) as error:
+        return EndpointTable(static_workers(config.workers)), policy_named(config.policy), Access(config)
+    except (DiscoveryError, KeysError, ValueError) as error:
         raise StartError(str(error), EXIT_USAGE) from error
 
 

@@ -18,6 +18,8 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
+from gateway.admission.cache_salt import with_cache_salt
+from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
 from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_rest, relay_stream
@@ -26,7 +28,7 @@ from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
-from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
+from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.prompt.requests import parse_chat, parse_completion
@@ -63,8 +65,8 @@ class Intake:
     route: GenerateRoute
     body: bytes
     parsed: PromptRequest
-    salt: CacheSalt
     routed: RoutedPrompt
+    tenant: Tenant
 
 
 class Generate:
@@ -76,6 +78,7 @@ class Generate:
         self._table = state.table
         self._joining = state.joining
         self._metrics = state.metrics
+        self._access = state.access
         self._dispatcher = dispatcher
         self._prompt_work = prompt_work
         self._upstream = upstream
@@ -111,8 +114,10 @@ class Generate:
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
                       headers: Mapping[str, str]) -> web.StreamResponse:
+        tenant = self._access.tenant_of(request)
+        record.tenant = tenant.tenant_id or None
         body = await read_body(request, self._config.max_body_bytes)
-        intake = await self.take_in(body, route, record)
+        intake = await self.take_in(body, route, record, tenant)
         choosing = Choosing(self._dispatcher, intake.routed, record, suspect=self._suspect,
                             address=lambda endpoint: self._upstream_request(intake, endpoint, request))
         try:
@@ -134,28 +139,28 @@ class Generate:
             answer.response.close()
             placement.release()
 
-    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord) -> Intake:
+    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant) -> Intake:
         """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
         began_at = time.perf_counter()
         parsed = await self._prompt_work.run(len(body) if len(body) > ON_LOOP_PARSE_BYTES else 0,
                                              lambda: route.parse(body))
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
-        reference = self.reference(parsed.model)
-        salt = cache_salt_of(parsed.cache_salt, self._config.worker_token)
+        tenant.check_model(parsed.model)
+        reference = self.reference(parsed.model, tenant)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            extra_keys=salt.extra_keys)
+            salt_of=lambda prompts: self._access.salt(tenant, parsed.cache_salt, reference.renderer, prompts))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n, parsed.stream)
-        return Intake(route, body, parsed, salt, routed)
+        return Intake(route, body, parsed, routed, tenant)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""
         return self._dispatcher.explain(intake.routed)
 
-    def reference(self, model: str) -> ModelReference:
+    def reference(self, model: str, tenant: Tenant) -> ModelReference:
         """How to tokenise for this model; 404 when no worker serves it, 503 while none has been heard of at all."""
         reference = self._joining.reference(model)
         if reference is not None:
@@ -163,13 +168,16 @@ class Generate:
         known = self._table.models()
         if not known:
             raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
-        raise errors.model_not_found(model, known)
+        raise errors.model_not_found(model, filter(tenant.may_use, known))
 
     def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest) -> UpstreamRequest:
         token = self._config.worker_token
-        headers, body = {"content-type": "application/json"}, intake.body
-        if not is_plain(endpoint, token):
-            headers, body = encode_internal(intake.body, intake.routed.prepared.prompts, salt=intake.salt.internal)
+        headers, salt = {"content-type": "application/json"}, intake.routed.prepared.salt
+        if is_plain(endpoint, token):
+            body = intake.body if salt.in_body is None else with_cache_salt(intake.body, salt.in_body)
+        else:
+            headers, body = encode_internal(intake.body, intake.routed.prepared.prompts, salt=salt.internal,
+                                            salt_from=salt.salt_from, tenant=intake.tenant.tenant_id or None)
             headers[WORKER_TOKEN_HEADER] = token
         headers[REQUEST_ID_HEADER] = request_id_of(request)
         headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}

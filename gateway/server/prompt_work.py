@@ -1,33 +1,33 @@
 """From a parsed request to token ids and block hashes, once per request and off the event loop when it is long.
 
-Owns: the prompt threads, the limit on prompts that wait for one, and how a body's cache salt becomes an extra key.
+Owns: the prompt threads and the limit on prompts that wait for one.
 Must never: look at workers' load, or keep a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from gateway.admission.cache_salt import CacheSalt
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
 from worker.protocol.api_error import ApiError
-from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme, block_hashes
+from worker.protocol.block_hash import HashScheme, block_hashes
 
 # Rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
 ON_LOOP_BODY_BYTES = 1024
 NUM_THREADS = 2
 MAX_WAITING_PROMPTS = 1024
-_SHARING_GROUP = b""  # tenants will name theirs; until then all share one
 
 T = TypeVar("T")
 PromptRequest = ChatRequest | CompletionRequest
+SaltOf = Callable[[list[list[int]]], CacheSalt]
+"""The salt for these prompts: how much of it is public depends on their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class PreparedPrompt:
 
     prompts: list[list[int]]
     hashes: dict[HashScheme, list[int]]
+    salt: CacheSalt
     tokenize_s: float
     hash_s: float
 
@@ -43,28 +44,6 @@ class PreparedPrompt:
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSalt:
-    """What keeps equal prompts apart. `internal` is the salt header's value, None when the worker salts by itself."""
-
-    extra_keys: tuple[ExtraKey, ...]
-    internal: bytes | None
-
-
-NO_SALT = CacheSalt((), None)
-
-
-def cache_salt_of(body_salt: str | None, worker_token: str) -> CacheSalt:
-    """The salt for a body's `cache_salt`: keyed by the deployment's secret; with none, the worker salts by itself."""
-    if body_salt is None:
-        return NO_SALT
-    if not worker_token:
-        return CacheSalt((ExtraKey(ExtraKeyKind.BODY_SALT, body_salt.encode()),), None)
-    message = b"".join(len(part).to_bytes(4, "little") + part for part in (_SHARING_GROUP, body_salt.encode()))
-    salt = hmac.digest(worker_token.encode(), message, hashlib.sha256)
-    return CacheSalt((ExtraKey(ExtraKeyKind.GATEWAY_SALT, salt),), salt)
 
 
 class PromptWork:
@@ -75,9 +54,9 @@ class PromptWork:
         self._num_waiting = 0
 
     async def prepare(self, renderer: PromptRenderer, request: PromptRequest, *, num_body_bytes: int,
-                      schemes: Iterable[HashScheme], extra_keys: tuple[ExtraKey, ...]) -> PreparedPrompt:
+                      schemes: Iterable[HashScheme], salt_of: SaltOf) -> PreparedPrompt:
         """Render, tokenise and hash. ApiError 400 for what cannot be rendered, 429 when too many wait already."""
-        return await self.run(num_body_bytes, lambda: _prepare(renderer, request, tuple(schemes), extra_keys))
+        return await self.run(num_body_bytes, lambda: _prepare(renderer, request, tuple(schemes), salt_of))
 
     async def run(self, num_body_bytes: int, work: Callable[[], T]) -> T:
         """Do `work` here when it is short, in a prompt thread when not."""
@@ -98,9 +77,10 @@ class PromptWork:
 
 
 def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
-             extra_keys: tuple[ExtraKey, ...]) -> PreparedPrompt:
+             salt_of: SaltOf) -> PreparedPrompt:
     began_at = time.perf_counter()
     prompts = [renderer.chat(request)] if isinstance(request, ChatRequest) else renderer.completion(request)
     tokenized_at = time.perf_counter()
-    hashes = {scheme: block_hashes(prompts[0], scheme, extra_keys) for scheme in schemes}
-    return PreparedPrompt(prompts, hashes, tokenized_at - began_at, time.perf_counter() - tokenized_at)
+    salt = salt_of(prompts)
+    hashes = {scheme: block_hashes(prompts[0], scheme, salt.extra_keys) for scheme in schemes}
+    return PreparedPrompt(prompts, hashes, salt, tokenized_at - began_at, time.perf_counter() - tokenized_at)
