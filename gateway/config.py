@@ -52,6 +52,16 @@ class GatewayConfig:
     chunk_gap_timeout_s: float = setting(120.0, bounds=(0.001, None), help="silence inside a stream")
     max_retries: int = setting(2, bounds=(0, None), help="other workers tried before the first byte")
     health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
+    max_inflight_per_worker: int = setting(1024, bounds=(1, None), table="admission",
+                                           help="requests under way at a worker; more wait here")
+    max_queued_requests: int = setting(4096, bounds=(0, None), table="admission",
+                                       help="requests that may wait, for each model")
+    max_queued_bytes: int = setting(256 * 1024 * 1024, bounds=(0, None), table="admission",
+                                    help="bytes of the bodies that may wait, for each model")
+    max_queue_wait_s: float = setting(60.0, bounds=(0.001, None), table="admission",
+                                      help="waiting for a worker at most")
+    ttft_slo_s: float | None = setting(None, bounds=(0.001, None), table="admission",
+                                       help="refuse what would not begin within this; none: never")
     keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")
     drain_delay_s: float = setting(5.0, bounds=(0, None), help="after SIGTERM: still accepting, no longer ready")
     drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after that")

@@ -11,6 +11,7 @@ Owns: the file's format and every complaint about it. Must never: repeat a key i
     requests_per_minute = 600
     tokens_per_minute = 200_000       # prompt tokens and generated ones
     max_concurrent = 32
+    min_priority = 0                  # a lower `priority` goes first, before other tenants' at the worker too
 
     [[public_prefixes]]
     name = "support"
@@ -69,9 +70,11 @@ class _Tenant(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
+    min_priority: int = 0
 
     def as_tenant(self) -> Tenant:
-        limits = TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent, self.weight)
+        limits = TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent, self.weight,
+                              self.min_priority)
         return Tenant(self.id, own_group(self.id) if self.group is None else named_group(self.group),
                       None if self.models is None else frozenset(self.models), limits)
 
@@ -124,7 +127,7 @@ def _from_environment(api_keys: Sequence[str], tenants: dict[str, Tenant]) -> It
         tenant_id, equals, key = entry.partition("=")
         if not equals or not re.fullmatch(r"[\w.@/-]{1,64}", tenant_id):
             raise KeysError(f"entry {number} should look like tenant=key")
-        tenant = tenants.setdefault(tenant_id, Tenant(tenant_id, own_group(tenant_id)))
+        tenant = tenants.setdefault(tenant_id, _Tenant(tenant_id).as_tenant())
         yield tenant, _stored(key, f"entry {number}", hashed_only=False)
 
 

@@ -24,12 +24,14 @@ _NOBODY = b"\0" * hashlib.sha256().digest_size
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may use; None: no limit. `weight` is its share of a busy fleet, relative to the others'."""
+    """What one tenant may use; None: no limit. `weight` is its share of a busy fleet, relative to the others';
+    `min_priority` the most urgent priority it may ask for (a lower number goes first)."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrent: int | None = None
     weight: float = 1.0
+    min_priority: int | None = None
 
 
 NO_LIMITS = TenantLimits()
@@ -52,6 +54,13 @@ class Tenant:
         """ApiError 403 unless allowed, whether or not the model exists: what others may use is not told."""
         if not self.may_use(model):
             raise errors.model_forbidden(model)
+
+
+    def check_priority(self, priority: int) -> None:
+        """ApiError 403 for a request that wants to go before what its tenant may."""
+        least = self.limits.min_priority
+        if least is not None and priority < least:
+            raise errors.priority_forbidden(least)
 
 
 ANYONE = Tenant("", b"")

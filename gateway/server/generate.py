@@ -26,6 +26,8 @@ from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_rest,
 from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
 from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
+from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
+from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
 from gateway.server.prompt_work import PromptRequest, PromptWork
@@ -69,6 +71,15 @@ class Intake:
     tenant: Tenant
 
 
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """What goes with a request on its way to a worker and back. `headers` are for the client."""
+
+    record: RequestRecord
+    headers: Mapping[str, str]
+    first_byte_timeout_s: float
+
+
 class Generate:
     """The data path. `suspect` is told of workers that failed a request."""
 
@@ -79,6 +90,7 @@ class Generate:
         self._joining = state.joining
         self._metrics = state.metrics
         self._access = state.access
+        self._admission = state.admission
         self._dispatcher = dispatcher
         self._prompt_work = prompt_work
         self._upstream = upstream
@@ -116,13 +128,20 @@ class Generate:
                       headers: Mapping[str, str]) -> web.StreamResponse:
         tenant = self._access.tenant_of(request)
         record.tenant = tenant.tenant_id or None
-        body = await read_body(request, self._config.max_body_bytes)
-        intake = await self.take_in(body, route, record, tenant)
+        with self._admission.enter(tenant, record) as visit:
+            visit.set_deadline(request.headers.get(DEADLINE_HEADER))
+            intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
+            await visit.turn(self._ask(intake))
+            return await self._from_a_worker(request, intake, Answering(
+                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s)))
+
+    async def _from_a_worker(self, request: BaseRequest, intake: Intake, answering: Answering) -> web.StreamResponse:
+        record, headers = answering.record, answering.headers
         choosing = Choosing(self._dispatcher, intake.routed, record, suspect=self._suspect,
                             address=lambda endpoint: self._upstream_request(intake, endpoint, request))
         try:
             attempt, answer = await answer_from_any(self._upstream, choosing, max_retries=self._config.max_retries,
-                                                    timeout_s=self._config.first_byte_timeout_s)
+                                                    timeout_s=answering.first_byte_timeout_s)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
             return _last_word(failure, record)
@@ -147,6 +166,7 @@ class Generate:
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
+        tenant.check_priority(parsed.priority)
         reference = self.reference(parsed.model, tenant)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
@@ -155,6 +175,12 @@ class Generate:
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n, parsed.stream)
         return Intake(route, body, parsed, routed, tenant)
+
+    def _ask(self, intake: Intake) -> Ask:
+        prompt, parsed = intake.routed, intake.parsed
+        output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
+        return Ask(parsed.model, prompt.prepared.num_tokens, prompt.prepared.num_tokens + parsed.n * output_tokens,
+                   len(intake.body), parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""
