@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gateway.admission.forwarded import proxies_problem
 from gateway.admission.keys_file import api_keys_problem
 from gateway.routing.policies import POLICIES
 from worker.protocol.logs import FORMATS, LEVELS
@@ -45,6 +46,9 @@ class GatewayConfig:
     workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
+    max_connections: int = setting(16_384, bounds=(1, None), table="server", help="open connections of clients")
+    head_timeout_s: float = setting(10.0, bounds=(0.01, None), table="server",
+                                    help="from a request's first byte to the end of its headers")
     index_max_bytes: int = setting(512 * 1024 * 1024, bounds=(1, None), help="memory of the prefix index at most")
     speculative_ttl_s: float = setting(5.0, bounds=(0, None), help="how long a routed prompt counts as cached")
     connect_timeout_s: float = setting(2.0, bounds=(0.001, None), help="connecting to a worker")
@@ -82,4 +86,5 @@ class GatewayConfig:
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")
     root_path: str = setting("", table="server", help="path prefix that a proxy in front strips")
     cors_origins: tuple[str, ...] = setting((), table="server", help="origins browsers may call from, with commas")
-    trusted_proxies: tuple[str, ...] = setting((), table="server", help="addresses whose Forwarded headers count")
+    trusted_proxies: tuple[str, ...] = setting((), table="server", check=proxies_problem,
+                                                help="addresses and networks whose X-Forwarded-For counts")

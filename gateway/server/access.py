@@ -14,6 +14,7 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.admission.cache_salt import CacheSalt, cache_salt_of
+from gateway.admission.forwarded import TrustedProxies
 from gateway.admission.keys_file import KeysError, read_keys
 from gateway.admission.public_prefixes import PublicPrefixes
 from gateway.admission.tenants import ANYONE, Tenant, TenantDirectory
@@ -34,6 +35,7 @@ class Access:
         self._reload_s = config.keys_reload_s
         self._secret = config.salt_secret or config.worker_token
         self._is_internal = bool(config.worker_token)
+        self._proxies = TrustedProxies(config.trusted_proxies)
         self._directory: TenantDirectory | None = None
         self._public = PublicPrefixes()
         self._seen = _stamp(self._file)
@@ -57,6 +59,10 @@ class Access:
         if tenant is None:
             raise errors.no_api_key()
         return tenant
+
+    def client_of(self, request: BaseRequest) -> str | None:
+        """The client's address, for the log."""
+        return self._proxies.client_of(request.remote, request.headers.getall("X-Forwarded-For", []))
 
     def named(self, tenant_id: str | None) -> Tenant:
         """A tenant by its id, for operators; without one, a tenant that nobody else is."""

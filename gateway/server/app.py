@@ -25,6 +25,7 @@ from gateway.relay.upstream import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
 from gateway.server.admin_token import admin_token_of
+from gateway.server.connections import ConnectionLimits, GuardedServer
 from gateway.server.dispatch import Dispatcher
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
@@ -37,7 +38,6 @@ from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 IDLE_POLL_S = 0.05
-KEEPALIVE_TIMEOUT_S = 75.0
 STOP_GRACE_S = 2.0
 _log = get_logger(__name__)
 
@@ -139,7 +139,9 @@ class Gateway:
         return token
 
     async def _listen(self, routes: Routes, port: int) -> int:
-        server = web.Server(routes, handler_cancellation=True, access_log=None, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+        limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
+                                  self.config.chunk_gap_timeout_s)
+        server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
         runner = web.ServerRunner(server, shutdown_timeout=STOP_GRACE_S)
         await runner.setup()
         self._runners.append(runner)

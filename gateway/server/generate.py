@@ -108,7 +108,7 @@ class Generate:
 
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
-        record = RequestRecord(request_id_of(request), route.path)
+        record = RequestRecord(request_id_of(request), route.path, client=self._access.client_of(request))
         self.num_inflight += 1
         try:
             return await self._answer(request, route, record, headers)

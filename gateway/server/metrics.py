@@ -69,6 +69,10 @@ class GatewayMetrics:
         self.loop_lag = Gauge("headstart_event_loop_lag_seconds", "How late the event loop last ran a timer.",
                               registry=registry)
 
+    def reject(self, reason: str) -> None:
+        """Count a connection that was cut before it became a request."""
+        self._rejected.labels(reason).inc()
+
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""
         self._queue_depth.set_function(num_waiting)

@@ -29,6 +29,7 @@ class RequestRecord:
     request_id: str
     route: str
     began_at: float = field(default_factory=time.monotonic)
+    client: str | None = None
     tenant: str | None = None
     model: str | None = None
     stream: bool = False
@@ -96,9 +97,9 @@ class RequestRecord:
     def log_fields(self, duration_s: float) -> dict[str, object]:
         """The request's log line, without what does not apply."""
         fields = {
-            "request_id": self.request_id, "route": self.route, "tenant": self.tenant, "model": self.model,
-            "stream": self.stream, "status": self.status, "outcome": self.outcome, "error": self.error,
-            "worker": self.worker_id,
+            "request_id": self.request_id, "route": self.route, "client": self.client, "tenant": self.tenant,
+            "model": self.model, "stream": self.stream, "status": self.status, "outcome": self.outcome,
+            "error": self.error, "worker": self.worker_id,
             "reason": self.reason, "knowledge": self.knowledge, "prompt_tokens": self.prompt_tokens,
             "matched_tokens": self.matched_tokens, "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens, "retries": self.retries or None,
