@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -127,3 +129,56 @@ async def test_the_log_and_the_metrics_name_no_prompt(gateway: GatewayUnderTest,
     out, err = capsys.readouterr()
     assert "unmistakable" not in out + err + metrics
     assert 'tenant="' not in metrics, "labels are bounded: never a tenant"
+
+
+# ---- four hundred probes ----------------------------------------------------------------------------------------
+
+NUM_PROBES = 400
+Z_99 = 2.576
+
+
+def auc(scores: list[float], labels: list[bool]) -> float:
+    """The chance that a labelled probe scores above one that is not; ties count half. 0.5: the score says nothing."""
+    with_label, without = ([score for score, label in zip(scores, labels, strict=True) if label is wanted]
+                           for wanted in (True, False))
+    wins = sum((one > other) + (one == other) / 2 for one in with_label for other in without)
+    return wins / (len(with_label) * len(without))
+
+
+def half_width(labels: list[bool]) -> float:
+    """Half of the 99 % interval around an AUC of 0.5 (the rank-sum statistic's own variance)."""
+    ones, zeros = labels.count(True), labels.count(False)
+    return float(Z_99 * ((ones + zeros + 1) / (12 * ones * zeros)) ** 0.5)
+
+
+async def probed(gateway: GatewayUnderTest, prober: str) -> tuple[dict[str, float], float]:
+    """The AUC of everything that a prober sees, about whether tenant a has sent just this prefix; and the half width.
+
+    Either way tenant a has sent something of that length just before, so that load tells nothing.
+    """
+    chance = random.Random(f"probes of {prober}")
+    labels = [chance.random() < 0.5 for _ in range(NUM_PROBES)]
+    seen: dict[str, list[float]] = {"ttft": [], "cached_tokens": [], "matched_tokens": [], "same_worker": []}
+    for number, sent_before in enumerate(labels):
+        prompt = f"{prober} {number} " + TEXT * 2
+        first = await ask(gateway, "a", prompt=prompt if sent_before else "another " + prompt)
+        began_at = time.perf_counter()
+        found = await ask(gateway, prober, prompt=prompt, max_tokens=1)
+        seen["ttft"].append(began_at - time.perf_counter())
+        seen["cached_tokens"].append(found.cached_tokens)
+        seen["matched_tokens"].append(found.matched_tokens)
+        seen["same_worker"].append(found.worker == first.worker)
+    return {name: auc(scores, labels) for name, scores in seen.items()}, half_width(labels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_four_hundred_probes_tell_nothing_of_another_tenant(gateway: GatewayUnderTest) -> None:
+    others, margin = await probed(gateway, "b")
+    own, _ = await probed(gateway, "a")
+    print("another tenant:", others, "own:", own, "99 % half width:", margin)
+    assert all(abs(area - 0.5) <= margin for area in others.values()), others
+    assert others["cached_tokens"] == others["matched_tokens"] == 0.5, "not even by chance"
+    assert min(own["cached_tokens"], own["matched_tokens"]) > 0.95, "the same probes find what is there to be found"
+    # The tiny model computes the whole prompt in milliseconds, so a busy machine hides part of the difference.
+    assert own["ttft"] > 0.5 + margin
