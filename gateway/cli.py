@@ -34,6 +34,8 @@ COMMANDS = {
     "gateway": Command("gateway.serve:main", "the router alone",
                        "headstart gateway --worker http://127.0.0.1:8100"),
     "worker": Command("worker.cli:main", "one model server", "headstart worker --model smollm2 --port 8100", "torch"),
+    "key": Command("gateway.new_key:main", "an API key for a tenant, and the hash to store",
+                   "headstart key --tenant acme"),
     "check": Command("gateway.check:main", "does the prefix cache behind an address work?",
                      "headstart check http://127.0.0.1:8000"),
     "simulate": Command("loadtests.sim.command:main", "routing policies on a trace, in virtual time",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gateway.admission.forwarded import proxies_problem
+from gateway.admission.keys_file import api_keys_problem
 from gateway.routing.policies import POLICIES
 from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
@@ -44,6 +46,9 @@ class GatewayConfig:
     workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
+    max_connections: int = setting(16_384, bounds=(1, None), table="server", help="open connections of clients")
+    head_timeout_s: float = setting(10.0, bounds=(0.01, None), table="server",
+                                    help="from a request's first byte to the end of its headers")
     index_max_bytes: int = setting(512 * 1024 * 1024, bounds=(1, None), help="memory of the prefix index at most")
     speculative_ttl_s: float = setting(5.0, bounds=(0, None), help="how long a routed prompt counts as cached")
     connect_timeout_s: float = setting(2.0, bounds=(0.001, None), help="connecting to a worker")
@@ -51,6 +56,16 @@ class GatewayConfig:
     chunk_gap_timeout_s: float = setting(120.0, bounds=(0.001, None), help="silence inside a stream")
     max_retries: int = setting(2, bounds=(0, None), help="other workers tried before the first byte")
     health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
+    max_inflight_per_worker: int = setting(1024, bounds=(1, None), table="admission",
+                                           help="requests under way at a worker; more wait here")
+    max_queued_requests: int = setting(4096, bounds=(0, None), table="admission",
+                                       help="requests that may wait, for each model")
+    max_queued_bytes: int = setting(256 * 1024 * 1024, bounds=(0, None), table="admission",
+                                    help="bytes of the bodies that may wait, for each model")
+    max_queue_wait_s: float = setting(60.0, bounds=(0.001, None), table="admission",
+                                      help="waiting for a worker at most")
+    ttft_slo_s: float | None = setting(None, bounds=(0.001, None), table="admission",
+                                       help="refuse what would not begin within this; none: never")
     keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")
     drain_delay_s: float = setting(5.0, bounds=(0, None), help="after SIGTERM: still accepting, no longer ready")
     drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after that")
@@ -59,10 +74,17 @@ class GatewayConfig:
     # Empty: a random one in a 0600 file.
     admin_token: str = setting("", env="HEADSTART_ADMIN_TOKEN")
     admin_token_file: Path | None = setting(None, help="where a random admin token is written")
+    keys_file: Path | None = setting(None, help="a TOML file of tenants and their keys' hashes; none: all may ask")
+    # tenant=key, with commas; a key or its hash. Both may be given.
+    api_keys: tuple[str, ...] = setting((), env="HEADSTART_API_KEYS", check=api_keys_problem)
+    keys_reload_s: float = setting(2.0, bounds=(0.01, None), help="between two looks at the keys file")
+    # Keys every tenant's cache salt; the same at every gateway in front of the same workers. Empty: the worker token.
+    salt_secret: str = setting("", env="HEADSTART_SALT_SECRET")
     # Empty: workers tokenise for themselves.
     worker_token: str = setting("", env="HEADSTART_WORKER_TOKEN")
     log_format: str = setting("json", choices=FORMATS, help="log lines")
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")
     root_path: str = setting("", table="server", help="path prefix that a proxy in front strips")
     cors_origins: tuple[str, ...] = setting((), table="server", help="origins browsers may call from, with commas")
-    trusted_proxies: tuple[str, ...] = setting((), table="server", help="addresses whose Forwarded headers count")
+    trusted_proxies: tuple[str, ...] = setting((), table="server", check=proxies_problem,
+                                                help="addresses and networks whose X-Forwarded-For counts")

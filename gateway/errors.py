@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from worker.protocol.api_error import ApiError
 
 RETRY_AFTER_S = "1"
+RETRY_AFTER_MAX_S = 120
 
 
 def model_not_found(model: str, known: Iterable[str]) -> ApiError:
@@ -48,6 +50,42 @@ def method_not_allowed(method: str, path: str, allowed: Iterable[str]) -> ApiErr
 
 def not_served(path: str) -> ApiError:
     return ApiError(501, "not_served", f"{path} is not served by this version; use /v1/chat/completions.")
+
+
+def no_api_key() -> ApiError:
+    return ApiError(401, "unauthenticated", "Send a valid API key as `Authorization: Bearer KEY`.",
+                    headers={"WWW-Authenticate": "Bearer"})
+
+
+def model_forbidden(model: str) -> ApiError:
+    return ApiError(403, "forbidden", f"This API key may not use the model `{model[:200]}`.", param="model")
+
+
+def priority_forbidden(least: int) -> ApiError:
+    return ApiError(403, "forbidden", f"This API key may not ask for a priority below {least}.", param="priority")
+
+
+class Rejected(ApiError):
+    """429: not now. `reason` tells the metrics more than the code tells the client; `retry_after_s` is rounded up."""
+
+    def __init__(self, code: str, message: str, *, reason: str, retry_after_s: float) -> None:
+        seconds = min(max(1, math.ceil(retry_after_s)), RETRY_AFTER_MAX_S)
+        super().__init__(429, code, message, headers={"Retry-After": str(seconds)})
+        self.reason = reason
+
+
+def rate_limited(limit: str, retry_after_s: float) -> Rejected:
+    return Rejected("rate_limited", f"This API key is over its limit ({limit.replace('_', ' ')}); try again later.",
+                    reason=limit, retry_after_s=retry_after_s)
+
+
+def queue_full(why: str, reason: str, retry_after_s: float) -> Rejected:
+    return Rejected("queue_full", f"{why}; try again later.", reason=reason, retry_after_s=retry_after_s)
+
+
+def tenant_not_found(tenant_id: str | None) -> ApiError:
+    named = "Name a tenant as ?tenant=ID" if tenant_id is None else f"There is no tenant {tenant_id[:200]!r}"
+    return ApiError(404, "tenant_not_found", f"{named}; the tenants are those of the gateway's keys.")
 
 
 def unauthenticated() -> ApiError:

@@ -31,6 +31,7 @@ CHECK_TIMEOUT_S = 60.0
 # The gateway's list of workers, and each worker's addresses, are ours to say.
 _OURS = ("workers", "admin_token_file")
 _NOT_FOR_WORKERS = ("--host", "--port", "--events-host", "--events-port")
+_GATEWAYS_SECRETS = ("HEADSTART_API_KEYS", "HEADSTART_SALT_SECRET")  # the workers have no use for them
 # Flags that both commands know: given once, they go to both.
 _FOR_BOTH = ("max_body_bytes", "drain_s", "log_format", "log_level")
 
@@ -99,6 +100,8 @@ def child_specs(plan: UpPlan, admin_token: str, environ: Mapping[str, str]) -> l
     shared = {**environ, "HEADSTART_WORKER_TOKEN": token, "PYTHONUNBUFFERED": "1"}
     shared.pop("HEADSTART_ADMIN_TOKEN", None)  # the workers have no use for it
     of_worker = {**shared, "OMP_NUM_THREADS": str(plan.worker["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
+    for name in _GATEWAYS_SECRETS:
+        of_worker.pop(name, None)
     if not plan.worker.get("hash_seed"):  # masked, but there, when environment or file set one
         of_worker["HEADSTART_HASH_SEED"] = _secret()
     ports = free_ports(plan.num_workers)

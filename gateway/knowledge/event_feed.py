@@ -57,6 +57,9 @@ _WATCHED = Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED
 _log = get_logger(__name__)
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
 class FeedBroken(Exception):
     """This life of the feed has ended; the message says why."""
 
@@ -233,11 +236,14 @@ class EventFeed:
 
 
 def reachable_address(address: str, worker_url: str) -> str:
-    """The address to connect to: a socket bound to every interface is reached where the worker's HTTP side is."""
+    """The address to connect to: the port that the worker states, at the host where it was configured to be.
+
+    What a worker says is not enough to make the gateway connect to another host. Two names of this machine are one.
+    """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or host not in ("*", "0.0.0.0", "[::]"):
-        return address
     worker_host = urlsplit(worker_url).hostname or "127.0.0.1"
+    if not address.startswith("tcp://") or (host in _LOOPBACK and worker_host in _LOOPBACK):
+        return address
     return f"tcp://[{worker_host}]:{port}" if ":" in worker_host else f"tcp://{worker_host}:{port}"
 
 

@@ -16,13 +16,16 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
+from gateway.admission.keys_file import KeysError
 from gateway.config import GatewayConfig
 from gateway.knowledge.discovery.static import DiscoveryError, static_workers
 from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.knowledge.worker_poll import WorkerPoll
 from gateway.relay.connection_pool import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
+from gateway.server.access import Access
 from gateway.server.admin_token import AdminToken
+from gateway.server.connections import ConnectionLimits, GuardedServer
 from gateway.server.dispatch import Dispatcher
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
@@ -31,12 +34,10 @@ from gateway.server.metrics import measure_loop_lag
 from gateway.server.ops import OpsRoutes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
-from worker.protocol.http_mistakes import PrivateServer
 from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 IDLE_POLL_S = 0.05
-KEEPALIVE_TIMEOUT_S = 75.0
 STOP_GRACE_S = 2.0
 _log = get_logger(__name__)
 
@@ -53,9 +54,9 @@ class Gateway:
     """One gateway process's parts. Create it inside a running loop; start(), then drain() or aclose()."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        table, policy = _checked(config)
+        table, policy, access = _checked(config)
         self.config = config
-        self.state = new_state(config, table)
+        self.state = new_state(config, table, access)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._poll = WorkerPoll(table, self.state.ledger, self.state.joining, self.state.writer,
                                 session=self._session, worker_token=config.worker_token,
@@ -64,7 +65,8 @@ class Gateway:
         self._prompt_work = PromptWork()
         self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
-                                speculative_ttl_s=config.speculative_ttl_s)
+                                speculative_ttl_s=config.speculative_ttl_s,
+                                max_inflight=config.max_inflight_per_worker)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
@@ -81,6 +83,7 @@ class Gateway:
             await self._listen(ops, self.config.ops_port)
         self._write_admin_token()
         self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
+                       asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
         _log.info("gateway_started", host=self.config.host, port=self.port, ops_port=self.config.ops_port,
@@ -114,8 +117,8 @@ class Gateway:
         config = self.config
         main, ops_only = (Routes(root_path=config.root_path, cors_origins=config.cors_origins) for _ in range(2))
         main.is_closing = ops_only.is_closing = lambda: self._readiness.closing
-        ClientRoutes(table=self.state.table, generate=self._generate, prompt_work=self._prompt_work,
-                     max_body_bytes=config.max_body_bytes).add_to(main)
+        ClientRoutes(table=self.state.table, access=self.state.access, generate=self._generate,
+                     prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
         ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token.value,
                         request_drain=self._poll.request_drain)
         ops.add_probes(main)
@@ -138,8 +141,9 @@ class Gateway:
             _log.info("admin_token_written", file=str(path))
 
     async def _listen(self, routes: Routes, port: int) -> int:
-        server = PrivateServer(routes, handler_cancellation=True, access_log=None,
-                               keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+        limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
+                                  self.config.chunk_gap_timeout_s)
+        server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
         runner = web.ServerRunner(server, shutdown_timeout=STOP_GRACE_S)
         await runner.setup()
         self._runners.append(runner)
@@ -168,6 +172,8 @@ async def _serve(config: GatewayConfig) -> int:
     gateway, signals = Gateway(config), _Signals()
     try:
         await gateway.start()
+        if config.keys_file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.state.access.reload)
         await signals.first.wait()
         # The delay is for load balancers to notice; a person at the terminal has noticed already.
         await gateway.drain(signals.second, delay_s=0.0 if signals.interrupted else config.drain_delay_s)
@@ -198,10 +204,10 @@ async def _wait_or_hurry(hurry: asyncio.Event, seconds: float) -> None:
             await hurry.wait()
 
 
-def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy]:
+def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy, Access]:
     try:
-        return EndpointTable(static_workers(config.workers)), policy_named(config.policy)
-    except (DiscoveryError, ValueError) as error:
+        return EndpointTable(static_workers(config.workers)), policy_named(config.policy), Access(config)
+    except (DiscoveryError, KeysError, ValueError) as error:
         raise StartError(str(error), EXIT_USAGE) from error
 
 

@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gateway import errors
@@ -19,7 +19,7 @@ from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTa
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
-from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger
+from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
@@ -95,12 +95,13 @@ class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float) -> None:
+                 speculative_ttl_s: float, max_inflight: int) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
         self._policy = policy
         self._speculative_ttl_s = speculative_ttl_s
+        self._max_inflight = max_inflight
         self._turns = itertools.count()
 
     def schemes(self, model: str) -> list[HashScheme]:
@@ -122,19 +123,31 @@ class Dispatcher:
             matches |= self._index.match(hashes, time.monotonic())
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
-        decision = self._policy(PickInput(
+        given = PickInput(
             endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in
                        # When nobody serves, the policy is shown the others too and says why none of them can.
                        self._table.serving(prompt.model) or self._table.joined(prompt.model)],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
-            loads=loads, model=prompt.model, excluded=excluded,
+            loads=loads, model=prompt.model, excluded=excluded | self._full(loads),
             context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
-            random_ratio=random.random(), turn=next(self._turns)))
+            random_ratio=random.random(), turn=next(self._turns))
+        decision = self._policy(given)
+        if isinstance(decision, NoEndpoint) and given.excluded > excluded:
+            decision = self._policy(replace(given, excluded=excluded))  # a full worker is better than none
         if record is not None:
             record.stages["match"] = matched_at - began_at
             record.stages["pick"] = time.perf_counter() - matched_at
         return decision
+
+    def predicted_ttft_s(self, prompt: RoutedPrompt) -> float | None:
+        """Until the best worker would send the first byte; None when none can take it."""
+        decision = self.decide(prompt, frozenset())
+        return None if isinstance(decision, NoEndpoint) else _expected_prefill_s(decision)
+
+    def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
+        most = self._max_inflight
+        return frozenset(endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most)
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
              address: Callable[[Endpoint], UpstreamRequest]) -> Placement:

@@ -18,16 +18,20 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
+from gateway.admission.cache_salt import with_cache_salt
+from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
 from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_bytes, relay_rest, relay_stream
 from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
 from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
+from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
+from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
 from gateway.server.prompt_limit import PromptLimit
-from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
+from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -67,8 +71,17 @@ class Intake:
     route: GenerateRoute
     body: bytes
     parsed: PromptRequest
-    salt: CacheSalt
     routed: RoutedPrompt
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """What goes with a request on its way to a worker and back. `headers` are for the client."""
+
+    record: RequestRecord
+    headers: Mapping[str, str]
+    first_byte_timeout_s: float
 
 
 class Generate:
@@ -80,6 +93,8 @@ class Generate:
         self._table = state.table
         self._joining = state.joining
         self._metrics = state.metrics
+        self._access = state.access
+        self._admission = state.admission
         self._dispatcher = dispatcher
         self._prompt_work = prompt_work
         self._upstream = upstream
@@ -97,7 +112,7 @@ class Generate:
 
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
-        record = RequestRecord(request_id_of(request), route.path)
+        record = RequestRecord(request_id_of(request), route.path, client=self._access.client_of(request))
         self.num_inflight += 1
         try:
             return await self._answer(request, route, record, headers)
@@ -115,13 +130,22 @@ class Generate:
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
                       headers: Mapping[str, str]) -> web.StreamResponse:
-        body = await read_body(request, self._config.max_body_bytes)
-        intake = await self.take_in(body, route, record)
+        tenant = self._access.tenant_of(request)
+        record.tenant = tenant.tenant_id or None
+        with self._admission.enter(tenant, record) as visit:
+            visit.set_deadline(request.headers.get(DEADLINE_HEADER))
+            intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
+            await visit.turn(self._ask(intake))
+            return await self._from_a_worker(request, intake, Answering(
+                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s)))
+
+    async def _from_a_worker(self, request: BaseRequest, intake: Intake, answering: Answering) -> web.StreamResponse:
+        record, headers = answering.record, answering.headers
         choosing = Choosing(self._dispatcher, intake.routed, record, suspect=self._suspect,
                             address=lambda endpoint: self._upstream_request(intake, endpoint, request))
         try:
             attempt, answer = await answer_from_any(self._upstream, choosing, max_retries=self._config.max_retries,
-                                                    timeout_s=self._config.first_byte_timeout_s)
+                                                    timeout_s=answering.first_byte_timeout_s)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
             return _last_word(failure, record)
@@ -138,22 +162,31 @@ class Generate:
             answer.response.close()
             placement.release()
 
-    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord) -> Intake:
+    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant) -> Intake:
         """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
         began_at = time.perf_counter()
         parsed = await self._prompt_work.run(len(body) if len(body) > ON_LOOP_PARSE_BYTES else 0,
                                              lambda: route.parse(body))
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
-        reference = self.reference(parsed.model)
-        salt = cache_salt_of(parsed.cache_salt, self._config.worker_token)
+        tenant.check_model(parsed.model)
+        tenant.check_priority(parsed.priority)
+        reference = self.reference(parsed.model, tenant)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            extra_keys=salt.extra_keys, limit=self._limit(reference, route))
+            salt_of=lambda prompts: self._access.salt(tenant, parsed.cache_salt, reference.renderer, prompts),
+            scope=tenant.sharing_group.hex() + "/" + (parsed.cache_salt or ""),
+            limit=self._limit(reference, route))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
-        return Intake(route, body, parsed, salt, routed)
+        return Intake(route, body, parsed, routed, tenant)
+
+    def _ask(self, intake: Intake) -> Ask:
+        prompt, parsed = intake.routed, intake.parsed
+        output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
+        num_tokens = prompt.prepared.num_tokens
+        return Ask(parsed.model, num_tokens, num_tokens + parsed.num_candidates * output_tokens, len(intake.body), parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
         max_context = self._dispatcher.max_context(reference.model)
@@ -164,7 +197,7 @@ class Generate:
         """What would be decided for this request now."""
         return self._dispatcher.explain(intake.routed)
 
-    def reference(self, model: str) -> ModelReference:
+    def reference(self, model: str, tenant: Tenant) -> ModelReference:
         """How to tokenise for this model; 404 when no worker serves it, 503 while none has been heard of at all."""
         reference = self._joining.reference(model)
         if reference is not None:
@@ -172,13 +205,16 @@ class Generate:
         known = self._table.models()
         if not known:
             raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
-        raise errors.model_not_found(model, known)
+        raise errors.model_not_found(model, filter(tenant.may_use, known))
 
     def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest) -> UpstreamRequest:
         token = self._config.worker_token
-        headers, body = {"content-type": "application/json"}, intake.body
-        if not is_plain(endpoint, token):
-            headers, body = encode_internal(intake.body, intake.routed.prepared.prompts, salt=intake.salt.internal)
+        headers, salt = {"content-type": "application/json"}, intake.routed.prepared.salt
+        if is_plain(endpoint, token):
+            body = intake.body if salt.in_body is None else with_cache_salt(intake.body, salt.in_body)
+        else:
+            headers, body = encode_internal(intake.body, intake.routed.prepared.prompts, salt=salt.internal,
+                                            salt_from=salt.salt_from, tenant=intake.tenant.tenant_id or None)
             headers[WORKER_TOKEN_HEADER] = token
         headers[REQUEST_ID_HEADER] = request_id_of(request)
         headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}

@@ -13,7 +13,9 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
+from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
+from gateway.server.access import Access
 from gateway.server.generate import Generate
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.prompt_work import PromptWork
@@ -27,8 +29,9 @@ _STARTED_AT = int(time.time())
 class ClientRoutes:
     """Adds its routes to a table."""
 
-    def __init__(self, *, table: EndpointTable, generate: Generate, prompt_work: PromptWork,
+    def __init__(self, *, table: EndpointTable, access: Access, generate: Generate, prompt_work: PromptWork,
                  max_body_bytes: int) -> None:
+        self._access = access
         self._table = table
         self._generate = generate
         self._prompt_work = prompt_work
@@ -47,42 +50,48 @@ class ClientRoutes:
             routes.add("POST", path, self._not_served)
 
     async def _list_models(self, request: BaseRequest) -> web.Response:
-        served = [self._table.serving(name) for name in self._table.models()]
+        tenant = self._access.tenant_of(request)
+        served = [self._table.serving(name) for name in self._table.models() if tenant.may_use(name)]
         return json_response({"object": "list", "data": [_model(endpoints) for endpoints in served if endpoints]})
 
     async def _get_model(self, request: BaseRequest) -> web.Response:
+        tenant = self._access.tenant_of(request)
         name = unquote(self._routes.path_of(request).removeprefix(MODELS_PREFIX))
+        tenant.check_model(name)
         endpoints = self._table.serving(name)
         if endpoints:
             return json_response(_model(endpoints))
         if name in self._table.models():
             raise errors.no_worker(f"No worker that serves {name} is ready.")
-        raise errors.model_not_found(name, self._table.models())
+        raise errors.model_not_found(name, filter(tenant.may_use, self._table.models()))
 
     async def _tokenize(self, request: BaseRequest) -> web.Response:
+        tenant = self._access.tenant_of(request)
         body = await read_body(request, self._max_body_bytes)
         parsed = parse_tokenize(body)
-        model = self._model_of(parsed.model)
-        renderer = self._generate.reference(model).renderer
+        model = self._model_of(parsed.model, tenant)
+        renderer = self._generate.reference(model, tenant).renderer
         tokens = await self._prompt_work.run(len(body), lambda: renderer.tokenize(parsed))
         texts = [renderer.tokenizer.token_text(token) for token in tokens] if parsed.return_token_strs else None
         return json_response({"count": len(tokens), "max_model_len": _max_context(self._table.serving(model)),
                               "tokens": tokens, "token_strs": texts})
 
     async def _detokenize(self, request: BaseRequest) -> web.Response:
+        tenant = self._access.tenant_of(request)
         body = await read_body(request, self._max_body_bytes)
         parsed = parse_detokenize(body)
-        renderer = self._generate.reference(self._model_of(parsed.model)).renderer
+        renderer = self._generate.reference(self._model_of(parsed.model, tenant), tenant).renderer
         text = await self._prompt_work.run(len(body), lambda: renderer.detokenize(parsed))
         return json_response({"prompt": text})
 
     async def _not_served(self, request: BaseRequest) -> web.Response:
         raise errors.not_served(self._routes.path_of(request))
 
-    def _model_of(self, named: str | None) -> str:
-        """The model a helper route means: the named one, or the only one there is."""
-        known = self._table.models()
+    def _model_of(self, named: str | None, tenant: Tenant) -> str:
+        """The model a helper route means: the named one, or the only one there is for this tenant."""
+        known = list(filter(tenant.may_use, self._table.models()))
         if named is not None or not known:
+            tenant.check_model(named or "")
             return named or ""
         if len(known) > 1:
             raise errors.model_not_found("(none given)", known)

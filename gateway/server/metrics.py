@@ -61,11 +61,21 @@ class GatewayMetrics:
                                 registry=registry)
         self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
                                  ["reason"], registry=registry)
+        self._queue_depth = Gauge("headstart_queue_depth", "Requests that wait for a worker to have a place.",
+                                  registry=registry)
         self._broken_streams = Counter("headstart_broken_streams", "Streams that ended without [DONE].",
                                        ["reason"], registry=registry)
         self._disconnects = Counter("headstart_client_disconnects", "Clients that left early.", registry=registry)
         self.loop_lag = Gauge("headstart_event_loop_lag_seconds", "How late the event loop last ran a timer.",
                               registry=registry)
+
+    def reject(self, reason: str) -> None:
+        """Count a connection that was cut before it became a request."""
+        self._rejected.labels(reason).inc()
+
+    def watch_queue(self, num_waiting: Callable[[], int]) -> None:
+        """Where to read how many requests wait for a worker."""
+        self._queue_depth.set_function(num_waiting)
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -85,7 +95,7 @@ class GatewayMetrics:
         if record.outcome == "client_left":
             self._disconnects.inc()
         if record.error is not None and (record.worker_id is None or record.status == 429):
-            self._rejected.labels(record.error).inc()
+            self._rejected.labels(record.rejected or record.error).inc()
         if record.ttft_s is not None and record.admitted:
             self._observe_answer(record, model, record.ttft_s)
 

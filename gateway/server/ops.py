@@ -64,6 +64,7 @@ class OpsRoutes:
         self._ledger = state.ledger
         self._writer = state.writer
         self._metrics = state.metrics
+        self._access = state.access
         self._max_body_bytes = state.config.max_body_bytes
         self._readiness = readiness
         self._generate = generate
@@ -112,11 +113,12 @@ class OpsRoutes:
         return json_response({"id": worker_id, "state": "draining"}, status=202)
 
     async def _explain(self, request: BaseRequest) -> web.Response:
-        """A request's body in, the decision out; nothing is booked or sent."""
+        """A request's body in, the decision out, for the tenant of `?tenant=ID`; nothing is booked or sent."""
         self._authorise(request)
         body = await read_body(request, self._max_body_bytes)
         route = CHAT if _has_messages(body) else COMPLETIONS
-        intake = await self._generate.take_in(body, route, RequestRecord("explain", "/admin/explain"))
+        intake = await self._generate.take_in(body, route, RequestRecord("explain", "/admin/explain"),
+                                              self._access.named(request.query.get("tenant")))
         return json_response(self._generate.explain(intake))
 
     def _authorise(self, request: BaseRequest) -> None:

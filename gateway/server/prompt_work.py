@@ -1,34 +1,34 @@
 """From a parsed request to token ids and block hashes, once per request and off the event loop when it is long.
 
-Owns: the prompt threads, the limit on prompts that wait for one, and how a body's cache salt becomes an extra key.
+Owns: the prompt threads and the limit on prompts that wait for one.
 Must never: look at workers' load, or keep a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from gateway.admission.cache_salt import CacheSalt
 from gateway.server.prompt_limit import PromptLimit
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
 from worker.protocol.api_error import ApiError
-from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme, block_hashes
+from worker.protocol.block_hash import HashScheme, block_hashes
 
 # Rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
 ON_LOOP_BODY_BYTES = 1024
 NUM_THREADS = 2
 MAX_WAITING_PROMPTS = 1024
-_SHARING_GROUP = b""  # tenants will name theirs; until then all share one
 
 T = TypeVar("T")
 PromptRequest = ChatRequest | CompletionRequest
+SaltOf = Callable[[Sequence[Sequence[int]]], CacheSalt]
+"""The salt for these prompts: how much of it is public depends on their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class PreparedPrompt:
 
     prompts: list[Sequence[int]]
     hashes: dict[HashScheme, list[int]]
+    salt: CacheSalt
     tokenize_s: float
     hash_s: float
 
@@ -44,28 +45,6 @@ class PreparedPrompt:
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSalt:
-    """What keeps equal prompts apart. `internal` is the salt header's value, None when the worker salts by itself."""
-
-    extra_keys: tuple[ExtraKey, ...]
-    internal: bytes | None
-
-
-NO_SALT = CacheSalt((), None)
-
-
-def cache_salt_of(body_salt: str | None, worker_token: str) -> CacheSalt:
-    """The salt for a body's `cache_salt`: keyed by the deployment's secret; with none, the worker salts by itself."""
-    if body_salt is None:
-        return NO_SALT
-    if not worker_token:
-        return CacheSalt((ExtraKey(ExtraKeyKind.BODY_SALT, body_salt.encode()),), None)
-    message = b"".join(len(part).to_bytes(4, "little") + part for part in (_SHARING_GROUP, body_salt.encode()))
-    salt = hmac.digest(worker_token.encode(), message, hashlib.sha256)
-    return CacheSalt((ExtraKey(ExtraKeyKind.GATEWAY_SALT, salt),), salt)
 
 
 class PromptWork:
@@ -76,14 +55,14 @@ class PromptWork:
         self._num_waiting = 0
 
     async def prepare(self, renderer: PromptRenderer, request: PromptRequest, *, num_body_bytes: int,
-                      schemes: Iterable[HashScheme], extra_keys: tuple[ExtraKey, ...],
+                      schemes: Iterable[HashScheme], salt_of: SaltOf, scope: str = "",
                       limit: PromptLimit | None = None) -> PreparedPrompt:
         """Render, tokenise and hash. ApiError 400 for what cannot be rendered or is longer than `limit`, 429 when
-        too many wait already."""
+        too many wait already. `scope` names who may notice that a prompt's beginning was tokenised before."""
         def work() -> PreparedPrompt:
             if limit is not None and limit.is_suspect(num_body_bytes):
                 limit.check_texts(_texts(renderer, request))
-            return _prepare(renderer, request, tuple(schemes), extra_keys, limit=limit)
+            return _prepare(renderer, request, tuple(schemes), salt_of, scope=scope, limit=limit)
 
         return await self.run(num_body_bytes, work)
 
@@ -112,14 +91,14 @@ def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
 
 
 def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
-             extra_keys: tuple[ExtraKey, ...], *, limit: PromptLimit | None) -> PreparedPrompt:
+             salt_of: SaltOf, *, scope: str, limit: PromptLimit | None) -> PreparedPrompt:
     began_at = time.perf_counter()
     # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
-    scope = "/".join([key.value.hex() for key in extra_keys])
     prompts: list[Sequence[int]] = ([renderer.chat_packed(request, scope=scope)] if isinstance(request, ChatRequest)
                                     else [*renderer.completion(request, scope=scope)])
     if limit is not None:
         limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()
-    hashes = {scheme: block_hashes(prompts[0], scheme, extra_keys) for scheme in schemes}
-    return PreparedPrompt(prompts, hashes, tokenized_at - began_at, time.perf_counter() - tokenized_at)
+    salt = salt_of(prompts)
+    hashes = {scheme: block_hashes(prompts[0], scheme, salt.extra_keys) for scheme in schemes}
+    return PreparedPrompt(prompts, hashes, salt, tokenized_at - began_at, time.perf_counter() - tokenized_at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from gateway.errors import Rejected
 from gateway.relay.relay import StreamEnd
 from gateway.relay.sse import Usage
 from worker.protocol.api_error import ApiError
@@ -23,12 +24,15 @@ class RequestRecord:
 
     `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
     `cacheable_tokens` is the longest match on any worker: what the best choice for the cache alone would have found.
+    `rejected` says which limit of the gateway refused, in more words than the error's code.
     `outcome`: ok, client_error, client_left, no_worker, worker_error, or gateway_error for our own bugs.
     """
 
     request_id: str
     route: str
     began_at: float = field(default_factory=time.monotonic)
+    client: str | None = None
+    tenant: str | None = None
     model: str | None = None
     stream: bool = False
     worker_id: str | None = None
@@ -40,14 +44,17 @@ class RequestRecord:
     cacheable_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    num_chunks: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     retries: list[str] = field(default_factory=list)
+    queued_s: float | None = None
     ttft_s: float | None = None
     inter_token_s: float | None = None
     admitted: bool = False
     status: int = 500
     outcome: str = "gateway_error"
     error: str | None = None
+    rejected: str | None = None
 
     def first_byte(self) -> None:
         """The first body bytes are about to go to the client."""
@@ -65,6 +72,7 @@ class RequestRecord:
     def stream_ended(self, end: StreamEnd) -> None:
         """The stream is over, well or not."""
         self.reported(end.tail.stream_usage())
+        self.num_chunks = end.num_chunks
         num_gaps = (self.completion_tokens or end.num_chunks) - 1
         if num_gaps > 0:
             self.inter_token_s = (end.last_chunk_at - end.first_chunk_at) / num_gaps
@@ -86,16 +94,19 @@ class RequestRecord:
     def refused(self, error: ApiError) -> None:
         """The request ends in this error object."""
         self.status, self.error = error.status, error.code
+        self.rejected = error.reason if isinstance(error, Rejected) else error.code
         self.outcome = {503: "no_worker"}.get(error.status, "client_error" if error.status < 500 else "worker_error")
 
     def log_fields(self, duration_s: float) -> dict[str, object]:
         """The request's log line, without what does not apply."""
         fields = {
-            "request_id": self.request_id, "route": self.route, "model": self.model, "stream": self.stream,
-            "status": self.status, "outcome": self.outcome, "error": self.error, "worker": self.worker_id,
+            "request_id": self.request_id, "route": self.route, "client": self.client, "tenant": self.tenant,
+            "model": self.model, "stream": self.stream, "status": self.status, "outcome": self.outcome,
+            "error": self.error, "worker": self.worker_id,
             "reason": self.reason, "knowledge": self.knowledge, "prompt_tokens": self.prompt_tokens,
             "matched_tokens": self.matched_tokens, "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens, "retries": self.retries or None,
+            "queued_ms": _ms(self.queued_s or None), "rejected": self.rejected if self.status == 429 else None,
             "ttft_ms": _ms(self.ttft_s), "inter_token_ms": _ms(self.inter_token_s), "duration_ms": _ms(duration_s),
             **{f"{stage}_ms": _ms(seconds) for stage, seconds in self.stages.items()},
         }

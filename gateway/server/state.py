@@ -10,6 +10,8 @@ from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.joining import Joining
 from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
+from gateway.server.access import Access
+from gateway.server.admission import Admission
 from gateway.server.metrics import GatewayMetrics
 
 
@@ -24,10 +26,15 @@ class GatewayState:
     writer: IndexWriter
     joining: Joining
     metrics: GatewayMetrics
+    access: Access
+    admission: Admission
 
 
-def new_state(config: GatewayConfig, table: EndpointTable) -> GatewayState:
+def new_state(config: GatewayConfig, table: EndpointTable, access: Access) -> GatewayState:
     """Empty tables for these workers."""
     index, ledger = PrefixIndex(config.index_max_bytes), LoadLedger()
     writer = IndexWriter(index)
-    return GatewayState(config, table, index, ledger, writer, Joining(table), GatewayMetrics(table, index, ledger))
+    admission, metrics = Admission(config, table), GatewayMetrics(table, index, ledger)
+    metrics.watch_queue(lambda: admission.num_waiting)
+    return GatewayState(config, table, index, ledger, writer, Joining(table), metrics,
+                        access, admission)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "gateway.knowledge": ("gateway", "gateway.config", "gateway.routing", "gateway.errors", *SHARED),
     "gateway.server": ("gateway", "gateway.config", "gateway.errors", "gateway.routing", "gateway.admission",
                        "gateway.relay", "gateway.knowledge", *SHARED),
-    "gateway.config": ("gateway.routing", *SHARED),
+    "gateway.config": ("gateway.routing", "gateway.admission", *SHARED),
     "gateway.errors": SHARED,
     "gateway.serve": ("gateway.config", "gateway.server", "worker.protocol"),
     "gateway.supervisor": (),
@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "gateway.up": ("gateway.up_plan", "gateway.supervisor", "worker.protocol"),
     "gateway.check_probe": ("worker.protocol",),
     "gateway.check": ("gateway.check_probe", "worker.protocol"),
+    "gateway.new_key": ("gateway.admission", "worker.protocol"),
     "gateway.cli": ("gateway",),  # its version; commands are named in a table of text, the one exemption
     "gateway.__main__": ("gateway.serve",),
     "loadtests": ("gateway.routing", "gateway.admission", "worker.core", *SHARED),

@@ -147,6 +147,10 @@ def test_children_share_secrets_through_their_environment_alone() -> None:
     assert len(bytes.fromhex(seeds.pop())) == 32
     assert gateway.environ["HEADSTART_ADMIN_TOKEN"] == "admin"
     assert all("HEADSTART_ADMIN_TOKEN" not in spec.environ for spec in workers)
+    keys = {"HEADSTART_API_KEYS": "a=hs-a-key-of-tenant-a", "HEADSTART_SALT_SECRET": "s"}
+    gateway, worker = child_specs(plan("--workers", "1"), "admin", keys)
+    assert keys.items() <= gateway.environ.items()
+    assert not keys.keys() & worker.environ.keys(), "clients' keys are no worker's business"
     assert not any(secret in part for spec in specs for part in spec.argv for secret in (*tokens, "admin-token"))
     assert len(set(worker_urls(specs))) == 2
     again = child_specs(plan("--workers", "1"), "admin", {})

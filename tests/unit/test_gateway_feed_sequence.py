@@ -40,11 +40,14 @@ def test_applying_out_of_order_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize(("address", "url", "expected"), [
-    ("tcp://127.0.0.1:5557", "http://10.0.0.7:8100", "tcp://127.0.0.1:5557"),
+    ("tcp://127.0.0.1:5557", "http://localhost:8100", "tcp://127.0.0.1:5557"),
+    ("tcp://127.0.0.1:5557", "http://10.0.0.7:8100", "tcp://10.0.0.7:5557"),
+    ("tcp://169.254.169.254:80", "http://10.0.0.7:8100", "tcp://10.0.0.7:80"),
+    ("tcp://10.0.0.8:5557", "http://127.0.0.1:8100", "tcp://127.0.0.1:5557"),
     ("tcp://0.0.0.0:5557", "http://10.0.0.7:8100", "tcp://10.0.0.7:5557"),
     ("tcp://*:5557", "https://worker.example", "tcp://worker.example:5557"),
     ("tcp://[::]:5557", "http://[fd00::7]:8100", "tcp://[fd00::7]:5557"),
     ("ipc:///tmp/events", "http://10.0.0.7:8100", "ipc:///tmp/events"),
 ])
-def test_a_socket_on_every_interface_is_reached_where_the_worker_is(address: str, url: str, expected: str) -> None:
+def test_a_socket_is_reached_where_the_worker_was_configured_to_be(address: str, url: str, expected: str) -> None:
     assert reachable_address(address, url) == expected

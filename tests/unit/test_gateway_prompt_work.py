@@ -1,4 +1,4 @@
-"""Token ids and hashes once per request; salts; the limit on waiting prompts."""
+"""Token ids and hashes once per request; the limit on waiting prompts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import threading
 
 import pytest
 
+from gateway.admission.cache_salt import NO_SALT, CacheSalt
 from gateway.server import prompt_work
-from gateway.server.prompt_work import NO_SALT, PromptWork, cache_salt_of
+from gateway.server.prompt_work import PromptWork
 from gateway.server.request_record import RequestRecord
 from tests.support.stub_worker import BLOCK_SIZE, byte_bundle
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import parse_chat, parse_completion
 from worker.protocol.api_error import ApiError
-from worker.protocol.block_hash import ExtraKeyKind, HashScheme, block_hashes
+from worker.protocol.block_hash import HashScheme, block_hashes
 
 
 def scheme(exactness: str = "fast") -> HashScheme:
@@ -22,30 +23,15 @@ def scheme(exactness: str = "fast") -> HashScheme:
                       kv_dtype="float32", exactness=exactness)
 
 
-def test_a_salt_is_keyed_by_the_deployments_secret() -> None:
-    a, same, other_body, other_secret = (cache_salt_of(*args) for args in (
-        ("s", "secret"), ("s", "secret"), ("t", "secret"), ("s", "terces")))
-    assert a == same
-    assert len({a.internal, other_body.internal, other_secret.internal}) == 3
-    assert a.internal is not None
-    assert len(a.internal) == 32
-    assert a.extra_keys[0].kind == ExtraKeyKind.GATEWAY_SALT
-    assert a.extra_keys[0].value == a.internal
-    assert cache_salt_of(None, "secret") is NO_SALT
-
-
-def test_without_a_secret_the_worker_salts_and_we_only_predict_it() -> None:
-    salt = cache_salt_of("grüße", "")
-    assert salt.internal is None
-    assert salt.extra_keys[0].kind == ExtraKeyKind.BODY_SALT
-    assert salt.extra_keys[0].value == "grüße".encode()
+def no_salt(prompts: list[list[int]]) -> CacheSalt:
+    return NO_SALT
 
 
 async def test_prompts_are_hashed_once_per_scheme_and_by_the_first() -> None:
     work, renderer = PromptWork(), PromptRenderer(byte_bundle())
     request = parse_completion(b'{"model":"m","prompt":["' + b"x" * 40 + b'","y"]}')
     schemes = [scheme("fast"), scheme("strict")]
-    prepared = await work.prepare(renderer, request, num_body_bytes=0, schemes=schemes, extra_keys=())
+    prepared = await work.prepare(renderer, request, num_body_bytes=0, schemes=schemes, salt_of=no_salt)
     assert [len(prompt) for prompt in prepared.prompts] == [40, 1]
     assert prepared.num_tokens == 41
     assert prepared.hashes == {one: block_hashes(prepared.prompts[0], one) for one in schemes}
@@ -70,7 +56,7 @@ async def test_a_salt_keeps_the_memory_of_texts_apart() -> None:
 async def test_long_prompts_leave_the_event_loop_and_give_the_same_ids() -> None:
     work, renderer = PromptWork(), PromptRenderer(byte_bundle())
     request = parse_chat(b'{"model":"m","messages":[{"role":"user","content":"hello"}]}')
-    here, there = [await work.prepare(renderer, request, num_body_bytes=size, schemes=[], extra_keys=())
+    here, there = [await work.prepare(renderer, request, num_body_bytes=size, schemes=[], salt_of=no_salt)
                    for size in (prompt_work.ON_LOOP_BODY_BYTES, prompt_work.ON_LOOP_BODY_BYTES + 1)]
     assert here.prompts == there.prompts
     threads = [await work.run(size, threading.current_thread)

@@ -28,7 +28,7 @@ class PrivateServer(web.Server):
     """aiohttp's low-level server with connections that keep what clients sent to themselves."""
 
     def __call__(self) -> web.RequestHandler:
-        return _PrivateConnection(self, loop=self._loop, **self._kwargs)
+        return PrivateConnection(self, loop=self._loop, **self._kwargs)
 
 
 class PrivateAppRunner(web.AppRunner):
@@ -40,7 +40,9 @@ class PrivateAppRunner(web.AppRunner):
                              handler_cancellation=plain.handler_cancellation, **plain._kwargs)
 
 
-class _PrivateConnection(web.RequestHandler):
+class PrivateConnection(web.RequestHandler):
+    """One client's connection; see PrivateServer."""
+
     __slots__ = ()
 
     def data_received(self, data: bytes) -> None:

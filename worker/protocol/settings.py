@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
-_SECRET_ENDINGS = ("token", "seed", "api_key", "secret")
+_SECRET_ENDINGS = ("token", "seed", "api_key", "api_keys", "secret")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 # Kubernetes injects such variables for every Service; one called headstart-worker would look like our settings.
 _SERVICE_LINK_NAME = re.compile(r"(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")

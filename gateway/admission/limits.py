@@ -1,0 +1,128 @@
+"""What one tenant may use: requests and tokens a minute, and requests at a time.
+
+Owns: the buckets and counts of each tenant. Must never: know the clock, or take from one limit when another refuses.
+
+A bucket holds one minute's worth and fills evenly. Prompt tokens are taken before a request goes on, generated ones
+when it has ended, so a bucket may owe: then nothing passes until the debt is paid. A prompt larger than a whole
+minute's worth passes when the bucket is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gateway.admission.tenants import Tenant, TenantLimits
+
+MINUTE_S = 60.0
+CONCURRENCY_RETRY_S = 1.0
+METERS_MAX = 100_000
+
+
+class Limit(StrEnum):
+    """Which limit refused; a metric label."""
+
+    REQUESTS = "request_rate"
+    TOKENS = "token_rate"
+    CONCURRENCY = "concurrency"
+
+
+@dataclass(frozen=True, slots=True)
+class OverLimit:
+    """Not now: which limit, and when it should let this request pass."""
+
+    limit: Limit
+    retry_after_s: float
+
+
+class Bucket:
+    """A minute's worth of something, filling evenly. Instants must not go backwards."""
+
+    __slots__ = ("_at", "_level", "per_minute")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute
+        self._at = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; 0 when it may be taken now."""
+        missing = min(amount, self.per_minute) - self.level(now)
+        return max(0.0, missing) / self.per_minute * MINUTE_S
+
+    def take(self, amount: float, now: float) -> None:
+        """Take it, into debt if need be."""
+        self._level = self.level(now) - amount
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """What is in it; negative when it owes."""
+        return min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE_S)
+
+
+class TenantMeter:
+    """One tenant's use. `enter` and `leave` come in pairs; `leave` more often than `enter` is our bug."""
+
+    __slots__ = ("_limits", "_requests", "_tokens", "num_inside")
+
+    def __init__(self, limits: TenantLimits, now: float) -> None:
+        self._limits = limits
+        self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
+        self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute, now)
+        self.num_inside = 0
+
+    def enter(self, now: float) -> OverLimit | None:
+        """One more request, unless that is too many at once, too many a minute, or tokens are owed."""
+        most = self._limits.max_concurrent
+        if most is not None and self.num_inside >= most:
+            return OverLimit(Limit.CONCURRENCY, CONCURRENCY_RETRY_S)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(0.0, now)) > 0:
+            return OverLimit(Limit.TOKENS, wait_s)
+        if self._requests is not None:
+            if (wait_s := self._requests.wait_s(1.0, now)) > 0:
+                return OverLimit(Limit.REQUESTS, wait_s)
+            self._requests.take(1.0, now)
+        self.num_inside += 1
+        return None
+
+    def leave(self) -> None:
+        """A request has ended."""
+        assert self.num_inside > 0, "a request left that never entered"
+        self.num_inside -= 1
+
+    def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None:
+        """Take a prompt's tokens, all or none."""
+        if self._tokens is None:
+            return None
+        if (wait_s := self._tokens.wait_s(num_tokens, now)) > 0:
+            return OverLimit(Limit.TOKENS, wait_s)
+        self._tokens.take(num_tokens, now)
+        return None
+
+    def take_output(self, num_tokens: int, now: float) -> None:
+        """Take what was generated: it is done already, so the next request pays."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, now)
+
+
+class Meters:
+    """A meter for every tenant that asked. New limits apply to those inside as well.
+
+    At `max_meters` those of tenants with nothing under way are dropped, and begin anew, full.
+    """
+
+    def __init__(self, *, max_meters: int = METERS_MAX) -> None:
+        self._max_meters = max_meters
+        self._meters: dict[str, tuple[TenantLimits, TenantMeter]] = {}
+
+    def of(self, tenant: Tenant, now: float) -> TenantMeter:
+        """This tenant's meter. When its limits have changed the buckets begin anew, full."""
+        limits, meter = self._meters.get(tenant.tenant_id, (None, None))
+        if meter is None or limits != tenant.limits:
+            num_inside = 0 if meter is None else meter.num_inside
+            meter = TenantMeter(tenant.limits, now)
+            meter.num_inside = num_inside
+            if len(self._meters) >= self._max_meters:
+                self._meters = {name: kept for name, kept in self._meters.items() if kept[1].num_inside}
+            self._meters[tenant.tenant_id] = (tenant.limits, meter)
+        return meter

@@ -1,0 +1,221 @@
+"""Whose turn it is: requests wait here while every worker that serves their model is full.
+
+Owns: the tenants' meters, a queue for each model, and the places that requests hold at workers. Must never: choose a
+worker, or keep a prompt. What is decided is decided in gateway.admission; here are the clock and the waiting.
+
+A place is taken before a worker is chosen and given back when the answer has ended, so no more requests are under way
+than the ready workers have places for. With no worker ready nothing waits: the dispatcher then says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gateway import errors
+from gateway.admission.limits import Meters, TenantMeter
+from gateway.admission.queue import FairQueue, ServiceRate, Waiting
+from gateway.admission.tenants import Tenant
+from gateway.config import GatewayConfig
+from gateway.knowledge.endpoint_table import EndpointTable
+from gateway.server.request_record import RequestRecord
+from worker.protocol.api_error import invalid_request
+
+DEADLINE_HEADER = "x-request-deadline-ms"
+DEADLINE_MAX_MS = 86_400_000
+AGEING_S = 10.0
+# Workers come and go without a word to the queue; while somebody waits it looks by itself.
+LOOK_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one request wants. `predict_ttft_s` is called only where a limit depends on it; None: unknown."""
+
+    model: str
+    prompt_tokens: int
+    cost_tokens: int
+    num_bytes: int
+    priority: int
+    predict_ttft_s: Callable[[], float | None]
+
+
+class _Line:
+    """One model's queue, and who holds a place."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.queue = FairQueue(max_requests=config.max_queued_requests, max_bytes=config.max_queued_bytes,
+                               ageing_s=AGEING_S)
+        self.rate = ServiceRate()
+        self.waiters: dict[int, asyncio.Future[None]] = {}
+        self.num_holding = 0
+
+
+class Visit:
+    """One request from its arrival to its end."""
+
+    def __init__(self, admission: Admission, tenant: Tenant, meter: TenantMeter, record: RequestRecord) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self._meter = meter
+        self._record = record
+        self._line: _Line | None = None
+        self.deadline_at: float | None = None
+
+    def set_deadline(self, text: str | None) -> None:
+        """From the client's header: milliseconds after its arrival by which the answer must begin."""
+        if text is None:
+            return
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= DEADLINE_MAX_MS and len(text) <= 12):
+            raise invalid_request(f"Should be a number from 1 to {DEADLINE_MAX_MS}.", DEADLINE_HEADER)
+        self.deadline_at = self._record.began_at + int(text) / 1000
+
+    def first_byte_limit_s(self, limit_s: float) -> float:
+        """How long a worker may take to begin: `limit_s`, or what is left until the deadline."""
+        if self.deadline_at is None:
+            return limit_s
+        return max(0.001, min(limit_s, self.deadline_at - time.monotonic()))
+
+    async def turn(self, ask: Ask) -> None:
+        """Await a place at a worker. ApiError 429 when a limit, the queue, the deadline or the SLO says no."""
+        now = time.monotonic()
+        if (over := self._meter.take_prompt(ask.prompt_tokens, now)) is not None:
+            raise errors.rate_limited(over.limit.value, over.retry_after_s)
+        line = self._admission.line_of(ask.model)
+        await self._admission.await_place(line, ask, self._tenant, self.deadline_at)
+        self._line = line
+        self._record.queued_s = time.monotonic() - now
+
+    def end(self) -> None:
+        """The answer has ended, or the request never had one."""
+        self._meter.leave()
+        # A stream without usage is counted by its chunks, of one token or a few.
+        self._meter.take_output(self._record.completion_tokens or self._record.num_chunks, time.monotonic())
+        if self._line is not None:
+            self._admission.give_back(self._line)
+
+
+class Admission:
+    """Lives on the event loop."""
+
+    def __init__(self, config: GatewayConfig, table: EndpointTable) -> None:
+        self._config = config
+        self._table = table
+        self._meters = Meters()
+        self._lines: dict[str, _Line] = {}
+        self._look_again: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return sum(len(line.queue) for line in self._lines.values())
+
+    @contextmanager
+    def enter(self, tenant: Tenant, record: RequestRecord) -> Iterator[Visit]:
+        """From arrival to end. ApiError 429 when the tenant has too many at once, or too many a minute."""
+        now = time.monotonic()
+        meter = self._meters.of(tenant, now)
+        if (over := meter.enter(now)) is not None:
+            raise errors.rate_limited(over.limit.value, over.retry_after_s)
+        visit = Visit(self, tenant, meter, record)
+        try:
+            yield visit
+        finally:
+            visit.end()
+
+    def line_of(self, model: str) -> _Line:
+        """The line for a model that some worker serves: as many as there are such models."""
+        return self._lines.setdefault(model, _Line(self._config))
+
+    async def await_place(self, line: _Line, ask: Ask, tenant: Tenant, deadline_at: float | None) -> None:
+        """Returns with a place taken; it must be given back."""
+        now = time.monotonic()
+        is_free = not len(line.queue) and self._num_free(ask.model, line) > 0
+        wait_s = 0.0 if is_free else self._expected_wait_s(line, tenant)
+        self._refuse_hopeless(ask, wait_s, None if deadline_at is None else deadline_at - now)
+        if is_free:
+            line.num_holding += 1
+            return
+        latest = now + self._config.max_queue_wait_s
+        entry = Waiting(tenant.tenant_id, ask.cost_tokens, ask.num_bytes, now, tenant.limits.weight, ask.priority,
+                        latest if deadline_at is None else min(latest, deadline_at))
+        pushed_out = line.queue.offer(entry)
+        if pushed_out is None:
+            raise self._full(wait_s)
+        for victim in pushed_out:
+            self._end_wait(line, victim, self._full(wait_s))
+        line.rate.began(now)
+        await self._wait(line, entry, asyncio.get_running_loop().create_future())
+
+    def give_back(self, line: _Line) -> None:
+        """A place is free again."""
+        assert line.num_holding > 0, "a place was given back twice"
+        line.num_holding -= 1
+        self._call_next()
+
+    async def _wait(self, line: _Line, entry: Waiting, waiter: asyncio.Future[None]) -> None:
+        line.waiters[id(entry)] = waiter
+        self._call_next()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            # The client left. If its turn came in this very moment, the place goes to the next.
+            if not line.queue.remove(entry) and waiter.done() and not waiter.cancelled() and not waiter.exception():
+                self.give_back(line)
+            raise
+        finally:
+            line.waiters.pop(id(entry), None)
+
+    def _call_next(self) -> None:
+        """Give every free place to whoever is next, and end the wait of those whose time is over."""
+        now = time.monotonic()
+        for model, line in self._lines.items():
+            if not len(line.queue):
+                continue
+            for late in line.queue.expired(now):
+                self._end_wait(line, late, self._too_late(now - late.arrived_at))
+            while self._num_free(model, line) > 0 and (entry := line.queue.take()) is not None:
+                line.rate.left(entry.cost_tokens, now, queue_is_empty=not len(line.queue))
+                line.num_holding += 1
+                self._end_wait(line, entry, None)
+        if self._look_again is not None:
+            self._look_again.cancel()
+        self._look_again = asyncio.get_running_loop().call_later(
+            LOOK_AGAIN_S, self._call_next) if self.num_waiting else None
+
+    def _end_wait(self, line: _Line, entry: Waiting, error: errors.Rejected | None) -> None:
+        waiter = line.waiters.pop(id(entry))
+        if waiter.done():  # cancelled, and its task has not run since: what it got goes to the next
+            line.num_holding -= error is None
+        elif error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
+
+    def _num_free(self, model: str, line: _Line) -> int:
+        num_workers, limit = len(self._table.serving(model)), self._config.max_inflight_per_worker
+        # Without a worker there is nothing to wait for: the dispatcher says why nobody can take it.
+        return num_workers * limit - line.num_holding if num_workers else 1
+
+    def _expected_wait_s(self, line: _Line, tenant: Tenant) -> float:
+        """Behind what is in line; 0 while the pace is unknown."""
+        return line.rate.seconds_for(line.queue.tokens_before(tenant.tenant_id, tenant.limits.weight)) or 0.0
+
+    def _refuse_hopeless(self, ask: Ask, wait_s: float, left_s: float | None) -> None:
+        slo_s = self._config.ttft_slo_s
+        if slo_s is None and left_s is None:
+            return
+        ttft_s = wait_s + (ask.predict_ttft_s() or 0.0)
+        if left_s is not None and ttft_s > left_s:
+            raise errors.queue_full("The answer could not begin before the request's deadline", "deadline", wait_s)
+        if slo_s is not None and ttft_s > slo_s:
+            raise errors.queue_full(f"The answer would not begin within {slo_s:g} s", "slo", ttft_s - slo_s)
+
+    def _full(self, wait_s: float) -> errors.Rejected:
+        return errors.queue_full("Too many requests wait for a worker", "queue_full", wait_s)
+
+    def _too_late(self, waited_s: float) -> errors.Rejected:
+        return errors.queue_full("No worker had a place in time", "queue_wait", waited_s)

@@ -1,0 +1,147 @@
+"""Connections of clients, guarded: how many, how slow, how much of a head, and what a malformed one is told.
+
+Owns: every limit on a connection before and after a request. Must never: log what a client sent, since a head that
+could not be parsed may hold a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_request import BaseRequest
+
+from worker.protocol.http_mistakes import PrivateConnection
+
+MAX_URL_BYTES = 8190
+MAX_HEADER_BYTES = 8190
+MAX_HEADERS = 128
+KEEPALIVE_TIMEOUT_S = 75.0
+_TOO_MANY = (b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
+             b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+             b'{"error":{"message":"Too many connections.","type":"server_error","param":null,"code":"no_worker"}}')
+
+Answer = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """`head_s`: from the first byte of a request, or the opening, to the end of its head. `stall_s`: without a client
+    reading anything of an answer that is ready."""
+
+    max_connections: int
+    head_s: float
+    stall_s: float
+
+
+class GuardedServer(web.Server):
+    """aiohttp's low-level server with limits. `on_refused` is told why a connection was cut: a metric label."""
+
+    def __init__(self, answer: Answer, *, limits: ConnectionLimits, on_refused: Callable[[str], None]) -> None:
+        super().__init__(self._guarded, handler_cancellation=True, access_log=None,
+                         keepalive_timeout=KEEPALIVE_TIMEOUT_S, max_line_size=MAX_URL_BYTES,
+                         max_field_size=MAX_HEADER_BYTES, max_headers=MAX_HEADERS)
+        self._answer = answer
+        self.limits = limits
+        self.on_refused = on_refused
+        self.num_open = 0
+
+    def __call__(self) -> web.RequestHandler:
+        """One connection's protocol."""
+        return GuardedConnection(self, loop=self._loop, **self._kwargs)
+
+    async def _guarded(self, request: BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, GuardedConnection)
+        connection.head_arrived()
+        try:
+            return await self._answer(request)
+        finally:
+            connection.answered()
+
+
+class GuardedConnection(PrivateConnection):
+    """One client's connection. At any time one timer runs at the most: for a head, or for an answer to be read."""
+
+    __slots__ = ("_awaits_head", "_busy", "_guard", "_refused", "_timer", "_unread_bytes")
+
+    def __init__(self, server: GuardedServer, **settings: Any) -> None:
+        super().__init__(server, **settings)
+        self._guard = server
+        self._timer: asyncio.TimerHandle | None = None
+        self._busy = self._refused = self._awaits_head = False
+        self._unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol. One connection too many is told so and closed, and costs nothing more."""
+        self._guard.num_open += 1
+        if self._guard.num_open > self._guard.limits.max_connections:
+            self._refused = True
+            self._guard.on_refused("connections")
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(_TOO_MANY)
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._start(self._guard.limits.head_s, self._head_is_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See asyncio.Protocol."""
+        self._guard.num_open -= 1
+        self._stop()
+        if not self._refused:
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol. The first bytes of a request start its clock; more bytes do not wind it back."""
+        if self._refused:
+            return
+        if not self._busy and not self._awaits_head:
+            self._start(self._guard.limits.head_s, self._head_is_late)
+        super().data_received(data)
+
+    def head_arrived(self) -> None:
+        """The head is complete and its handler begins; the body has limits of its own."""
+        self._busy = True
+        self._stop()
+
+    def answered(self) -> None:
+        """The handler has ended; what it returned is now written."""
+        self._busy = False
+        self._unread_bytes = 0
+        self._start(self._guard.limits.stall_s, self._answer_is_unread)
+
+    def _start(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop()
+        self._awaits_head = then == self._head_is_late
+        self._timer = self._loop.call_later(seconds, then)
+
+    def _stop(self) -> None:
+        self._awaits_head = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if not self._busy and self.transport is not None:
+            self._guard.on_refused("slow_head")
+            self.transport.abort()
+
+    def _answer_is_unread(self) -> None:
+        self._timer = None
+        transport = self.transport
+        if self._busy or transport is None:
+            return
+        unread_bytes = transport.get_write_buffer_size()
+        if not unread_bytes:
+            return
+        if unread_bytes == self._unread_bytes:
+            self._guard.on_refused("slow_reader")
+            transport.abort()
+            return
+        self._unread_bytes = unread_bytes
+        self._start(self._guard.limits.stall_s, self._answer_is_unread)

@@ -1,0 +1,161 @@
+"""The fair queue against a naive model of lists, and what fairness promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gateway.admission.queue import FairQueue, Waiting
+
+AGEING_S = 10.0
+MAX_REQUESTS, MAX_BYTES = 6, 100
+TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5}
+
+
+@dataclass
+class NaiveQueue:
+    """One list of everything in the order of arrival, and a virtual start for each tenant."""
+
+    line: list[Waiting] = field(default_factory=list)
+    starts: dict[str, float] = field(default_factory=dict)
+    now: float = 0.0
+
+    def rank(self, entry: Waiting) -> tuple[float, int]:
+        at = self.line.index(entry) if entry in self.line else len(self.line)
+        return entry.priority * AGEING_S + entry.arrived_at, at
+
+    def of(self, tenant_id: str) -> list[Waiting]:
+        return sorted((entry for entry in self.line if entry.tenant_id == tenant_id), key=self.rank)
+
+    def offer(self, entry: Waiting) -> list[Waiting] | None:
+        line = [*self.line, entry]
+        victims = []
+        while len(line) > MAX_REQUESTS or sum(one.num_bytes for one in line) > MAX_BYTES:
+            burden = {tenant: sum(one.cost_tokens for one in line if one.tenant_id == tenant) / weight
+                      for tenant, weight in TENANTS.items() if any(one.tenant_id == tenant for one in line)}
+            heaviest = max(burden, key=lambda name: (burden[name], name == entry.tenant_id, name))
+            victim = max((one for one in line if one.tenant_id == heaviest), key=self.rank)
+            if victim is entry:
+                return None
+            line.remove(victim)
+            victims.append(victim)
+        for victim in victims:
+            self.line.remove(victim)
+        if not self.of(entry.tenant_id):
+            self.starts[entry.tenant_id] = max(self.starts.get(entry.tenant_id, 0.0), self.now)
+        self.line.append(entry)
+        return victims
+
+    def take(self) -> Waiting | None:
+        if not self.line:
+            return None
+        tenant = min({entry.tenant_id for entry in self.line}, key=lambda name: (self.starts[name], name))
+        entry = self.of(tenant)[0]
+        self.line.remove(entry)
+        self.now = self.starts[tenant]
+        self.starts[tenant] += entry.cost_tokens / TENANTS[tenant]
+        return entry
+
+
+class FairQueueMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, ageing_s=AGEING_S)
+        self.naive = NaiveQueue()
+        self.clock = 0.0
+
+    # Costs are powers of two and weights too, so that no sum rounds differently on the two sides.
+    @rule(tenant=st.sampled_from(sorted(TENANTS)), cost=st.sampled_from([1, 2, 4, 64]),
+          num_bytes=st.sampled_from([0, 1, 30, 60, 101]), priority=st.integers(-2, 2),
+          later=st.sampled_from([0.0, 1.0, 25.0]), patience=st.sampled_from([None, 0.5, 30.0]))
+    def offer(self, tenant: str, cost: int, num_bytes: int, priority: int, later: float,
+              patience: float | None) -> None:
+        self.clock += later
+        entry = Waiting(tenant, cost, num_bytes, self.clock, TENANTS[tenant], priority,
+                        None if patience is None else self.clock + patience)
+        expected = self.naive.offer(entry)
+        assert self.queue.offer(entry) == expected
+        assert entry.queued == (expected is not None)
+
+    @rule()
+    def take(self) -> None:
+        expected = self.naive.take()
+        assert self.queue.take() is expected
+        assert expected is None or not expected.queued
+
+    @precondition(lambda self: self.naive.line)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.naive.line))
+        self.naive.line.remove(entry)
+        assert self.queue.remove(entry)
+        assert not self.queue.remove(entry), "leaving twice is harmless"
+
+    @rule(later=st.sampled_from([0.0, 1.0, 40.0]))
+    def expire(self, later: float) -> None:
+        self.clock += later
+        late = [entry for entry in self.naive.line
+                if entry.deadline_at is not None and entry.deadline_at <= self.clock]
+        self.naive.line = [entry for entry in self.naive.line if entry not in late]
+        assert sorted(map(id, self.queue.expired(self.clock))) == sorted(map(id, late))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.queue.check_invariants()
+        assert len(self.queue) == len(self.naive.line)
+        for tenant, weight in TENANTS.items():
+            own = sum(entry.cost_tokens for entry in self.naive.of(tenant))
+            everything = sum(entry.cost_tokens for entry in self.naive.line)
+            assert own <= self.queue.tokens_before(tenant, weight) <= everything
+
+
+TestFairQueue = FairQueueMachine.TestCase
+TestFairQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+COSTS = st.lists(st.integers(1, 500), min_size=60, max_size=60)
+
+
+@settings(max_examples=50)
+@given(COSTS, COSTS, st.sampled_from([0.25, 1.0, 3.0]))
+def test_two_tenants_that_always_wait_get_tokens_by_weight(one: list[int], other: list[int], weight: float) -> None:
+    """At any moment their tokens, divided by weight, differ by no more than one request of each."""
+    queue = FairQueue(max_requests=1000, max_bytes=1000, ageing_s=AGEING_S)
+    for at, (cost_one, cost_other) in enumerate(zip(one, other, strict=True)):
+        queue.offer(Waiting("one", cost_one, 0, float(at), weight))
+        queue.offer(Waiting("other", cost_other, 0, float(at), 1.0))
+    bound = 500 / weight + 500
+    served = {"one": 0.0, "other": 0.0}
+    left = {"one": len(one), "other": len(other)}
+    while min(left.values()):
+        entry = queue.take()
+        assert entry is not None
+        served[entry.tenant_id] += entry.cost_tokens / entry.weight
+        left[entry.tenant_id] -= 1
+        assert abs(served["one"] - served["other"]) <= bound
+
+
+def test_waiting_makes_up_for_a_low_priority() -> None:
+    queue = FairQueue(max_requests=10, max_bytes=10, ageing_s=AGEING_S)
+    patient = Waiting("a", 1, 0, arrived_at=0.0, priority=3)
+    early = Waiting("a", 1, 0, arrived_at=29.0, priority=0)
+    late = Waiting("a", 1, 0, arrived_at=31.0, priority=0)
+    for entry in (late, patient, early):
+        assert queue.offer(entry) == []
+    assert [queue.take() for _ in range(3)] == [early, patient, late]
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up_and_owes_nothing() -> None:
+    queue = FairQueue(max_requests=100, max_bytes=100, ageing_s=AGEING_S)
+    for at in range(20):
+        queue.offer(Waiting("busy", 100, 0, float(at)))
+    for _ in range(10):
+        queue.take()
+    for at in range(4):
+        queue.offer(Waiting("back", 100, 0, 50.0 + at))
+    order = [entry.tenant_id for entry in (queue.take() for _ in range(8)) if entry is not None]
+    assert order.count("back") == 4, "it gets its half, and no more"
+    assert order[:3].count("back") <= 2, "one request ahead of the others at the most"
