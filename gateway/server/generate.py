@@ -186,7 +186,8 @@ class Generate:
         prompt, parsed = intake.routed, intake.parsed
         output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
         num_tokens = prompt.prepared.num_tokens
-        return Ask(parsed.model, num_tokens, num_tokens + parsed.num_candidates * output_tokens, len(intake.body), parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
+        return Ask(parsed.model, num_tokens, num_tokens + parsed.num_candidates * output_tokens, len(intake.body),
+                   parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
         max_context = self._dispatcher.max_context(reference.model)

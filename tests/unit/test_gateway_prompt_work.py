@@ -39,13 +39,12 @@ async def test_prompts_are_hashed_once_per_scheme_and_by_the_first() -> None:
     work.close()
 
 
-async def test_a_salt_keeps_the_memory_of_texts_apart() -> None:
+async def test_a_scope_keeps_the_memory_of_texts_apart() -> None:
     work, renderer = PromptWork(), PromptRenderer(byte_bundle())
     request = parse_completion(b'{"model":"m","prompt":"' + b"hello, world " * 200 + b'"}')
     sizes = []
-    for salt in (None, None, "a", "a", "b"):
-        await work.prepare(renderer, request, num_body_bytes=0, schemes=[],
-                           extra_keys=cache_salt_of(salt, "secret").extra_keys)
+    for scope in ("", "", "a", "a", "b"):
+        await work.prepare(renderer, request, num_body_bytes=0, schemes=[], salt_of=no_salt, scope=scope)
         sizes.append(renderer.tokenizer.remembered_bytes)
     one = sizes[0]
     assert one > 0
