@@ -38,7 +38,8 @@ from worker.protocol.api_error import invalid_request
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and plain completions share, after validation.
 
-    `max_tokens` None: up to the end of the context. `seed_given` False: the server draws `sampling.seed`.
+    `max_tokens` None: up to the end of the context; a default one shrinks to what is left. `seed_given` False: the
+    server draws `sampling.seed`.
     `sampling.logprobs` holds the normalised `logprobs`/`top_logprobs`. `unknown` are ignored top-level fields.
     `response_schema`: the JSON schema that `response_format` asks for, as JSON text.
     """
@@ -47,6 +48,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     seed_given: bool
     max_tokens: int | None
+    max_tokens_is_default: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -170,7 +172,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
                               "n" if best_of is None else "best_of")
     shared = _shared(given, unknown, logprobs=given.logprobs,
                      max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS)
-    return CompletionRequest(**shared, prompts=prompts, echo=bool(given.echo), best_of=best_of)
+    return CompletionRequest(**shared, prompts=prompts, echo=bool(given.echo), best_of=best_of,
+                             max_tokens_is_default=given.max_tokens is None)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:

@@ -6,11 +6,13 @@ to one request and remembers what the next chunk depends on (text offsets, which
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from worker.core.batch import TokenLogprobs
@@ -202,9 +204,15 @@ class CompletionFormat(ResponseFormat):
     def __init__(self, head: ResponseHead, token_text: TokenText) -> None:
         super().__init__(head, token_text)
         self._text_offsets: defaultdict[int, int] = defaultdict(int)
+        self._decoders: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(
+            partial(codecs.getincrementaldecoder("utf-8"), "replace"))
 
     def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
-        self._text_offsets[choice] = sum(len(self._token_text.escaped_text_of(token_id)) for token_id in token_ids)
+        for token_id in token_ids:
+            self._advance(choice, token_id)
+
+    def _advance(self, choice: int, token_id: int) -> None:
+        self._text_offsets[choice] += len(self._decoders[choice].decode(self._token_text.added_bytes_of(token_id)))
 
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
         choice = {"index": delta.choice, "text": delta.text, "finish_reason": delta.finish_reason,
@@ -225,7 +233,7 @@ class CompletionFormat(ResponseFormat):
             text = self._token_text.escaped_text_of(token_id)
             tokens.append(text)
             offsets.append(self._text_offsets[index])
-            self._text_offsets[index] += len(text)
+            self._advance(index, token_id)
         top = [{self._token_text.escaped_text_of(other): max(logprob, LOGPROB_MIN) for other, logprob in item.top}
                for item in logprobs]
         return {"tokens": tokens, "token_logprobs": [max(item.logprob, LOGPROB_MIN) for item in logprobs],
