@@ -38,11 +38,13 @@ class SimulationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A trace at its rate, the cluster's settings, and the yardsticks."""
+    """A trace at its rate, the cluster's settings, and the yardsticks. `commit` is that of the code which was loaded:
+    asked before a long run, since the tree may move on meanwhile."""
 
     trace: Trace
     settings: ClusterSettings
     bounds: CacheBounds
+    commit: str
 
 
 def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
@@ -59,7 +61,7 @@ def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
     settings = ClusterSettings(num_workers=plan.num_workers, blocks_per_worker=per_worker, model=plan.model,
                                num_gateways=plan.num_gateways, seed=plan.seed, event_delay_s=plan.event_delay_s,
                                event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce)
-    return Prepared(trace, settings, bounds)
+    return Prepared(trace, settings, bounds, commit())
 
 
 def run_policy(prepared: Prepared, policy: str,
@@ -74,7 +76,7 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
     """`simulate --json`. No clock, so equal inputs give equal bytes."""
     trace, settings = prepared.trace, prepared.settings
     return {"trace": trace.name, "format": trace.format, "block_size": trace.block_size, "workers": plan.num_workers,
-            "seed": plan.seed, "commit": commit(), "load": plan.load, "capacity": plan.capacity,
+            "seed": plan.seed, "commit": prepared.commit, "load": plan.load, "capacity": plan.capacity,
             "rate_per_s": len(trace.requests) / trace.span_s if trace.span_s else 0.0,
             "blocks_per_worker": settings.blocks_per_worker, "model": plan.model.name,
             "model_source": plan.model.source, "gateways": plan.num_gateways,
