@@ -22,7 +22,7 @@ from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.knowledge.worker_poll import WorkerPoll
 from gateway.relay.upstream import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
-from gateway.server.admin_token import admin_token_of
+from gateway.server.admin_token import AdminToken
 from gateway.server.dispatch import Dispatcher
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
@@ -31,6 +31,7 @@ from gateway.server.metrics import measure_loop_lag
 from gateway.server.ops import OpsRoutes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
+from worker.protocol.http_mistakes import PrivateServer
 from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -66,6 +67,7 @@ class Gateway:
                                 speculative_ttl_s=config.speculative_ttl_s)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
+        self._admin_token = AdminToken(config)
         self._runners: list[web.ServerRunner] = []
         self._sites: list[web.TCPSite] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,6 +79,7 @@ class Gateway:
         self.port = await self._listen(main, self.config.port)
         if self.config.ops_port is not None:
             await self._listen(ops, self.config.ops_port)
+        self._write_admin_token()
         self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
@@ -96,6 +99,7 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Cut what is left and let everything go."""
+        self._admin_token.remove()
         for runner in self._runners:
             await runner.cleanup()
         await self._poll.aclose()
@@ -112,7 +116,7 @@ class Gateway:
         main.is_closing = ops_only.is_closing = lambda: self._readiness.closing
         ClientRoutes(table=self.state.table, generate=self._generate, prompt_work=self._prompt_work,
                      max_body_bytes=config.max_body_bytes).add_to(main)
-        ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token(),
+        ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token.value,
                         request_drain=self._poll.request_drain)
         ops.add_probes(main)
         ops.add_probes(ops_only)
@@ -123,19 +127,19 @@ class Gateway:
             ops.add_metrics(main)
         return main, ops_only
 
-    def _admin_token(self) -> str:
+    def _write_admin_token(self) -> None:
         try:
-            token, path = admin_token_of(self.config)
+            path = self._admin_token.write(self.port)
         except OSError as error:
             _log.warning("admin_routes_closed", reason=f"the token file cannot be written: {error}",
                          remedy="set HEADSTART_ADMIN_TOKEN or admin_token_file")
-            return ""
+            return
         if path is not None:
             _log.info("admin_token_written", file=str(path))
-        return token
 
     async def _listen(self, routes: Routes, port: int) -> int:
-        server = web.Server(routes, handler_cancellation=True, access_log=None, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+        server = PrivateServer(routes, handler_cancellation=True, access_log=None,
+                               keepalive_timeout=KEEPALIVE_TIMEOUT_S)
         runner = web.ServerRunner(server, shutdown_timeout=STOP_GRACE_S)
         await runner.setup()
         self._runners.append(runner)
@@ -145,13 +149,13 @@ class Gateway:
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)
             raise StartError(f"cannot listen on {self.config.host}:{port} ({why}); "
-                             "choose another --host or --port, or stop what uses it") from error
+                             "choose another --host or --port, or stop what uses it", EXIT_USAGE) from error
         self._sites.append(site)
         return int(runner.addresses[0][1])
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status (0 drained, 1 could not listen, 2 bad configuration)."""
+    """Serve until SIGTERM or SIGINT; the exit status (0 drained, 2 bad configuration or a port in use)."""
     configure_logging(config.log_format, config.log_level)
     try:
         return uvloop.run(_serve(config))

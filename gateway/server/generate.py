@@ -26,6 +26,7 @@ from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
+from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import CacheSalt, PromptRequest, PromptWork, cache_salt_of
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -38,6 +39,7 @@ from worker.protocol.logs import get_logger
 ON_LOOP_PARSE_BYTES = 256 * 1024
 WORKER_HEADER = "x-headstart-worker"
 MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
+QUEUE_FULL = "queue_full"
 EVENT_STREAM = "text/event-stream"
 _PASSED_ON = ("traceparent", "tracestate")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -50,10 +52,11 @@ class GenerateRoute:
 
     path: str
     parse: Callable[[bytes], PromptRequest]
+    prompt_param: str
 
 
-CHAT = GenerateRoute("/v1/chat/completions", parse_chat)
-COMPLETIONS = GenerateRoute("/v1/completions", parse_completion)
+CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
+COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +148,16 @@ class Generate:
         salt = cache_salt_of(parsed.cache_salt, self._config.worker_token)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            extra_keys=salt.extra_keys)
+            extra_keys=salt.extra_keys, limit=self._limit(reference, route))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n, parsed.stream)
         return Intake(route, body, parsed, salt, routed)
+
+    def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
+        max_context = self._dispatcher.max_context(reference.model)
+        return None if max_context is None else PromptLimit(max_context, reference.token_bound,
+                                                            route.prompt_param)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""
@@ -180,6 +188,7 @@ class Generate:
     async def _pass_on(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
                        headers: Mapping[str, str]) -> web.StreamResponse:
         record.status = answer.response.status
+        record.admitted = record.status == 200
         content_type = answer.response.headers.get("content-type", "application/json")
         if answer.response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, answer, record, {"Content-Type": content_type, **headers})
@@ -236,7 +245,7 @@ def _last_word(failure: AttemptFailed, record: RequestRecord) -> web.Response:
     if isinstance(outcome, ApiError):
         raise outcome
     assert isinstance(outcome, Refusal)
-    record.status, record.outcome, record.error = outcome.status, "client_error", failure.reason
+    record.status, record.outcome, record.error = outcome.status, "client_error", QUEUE_FULL
     headers = {"Content-Type": outcome.content_type}
     if outcome.retry_after is not None:
         headers["Retry-After"] = outcome.retry_after

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from gateway.server.prompt_limit import PromptLimit
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
 from worker.protocol.api_error import ApiError
@@ -75,9 +76,16 @@ class PromptWork:
         self._num_waiting = 0
 
     async def prepare(self, renderer: PromptRenderer, request: PromptRequest, *, num_body_bytes: int,
-                      schemes: Iterable[HashScheme], extra_keys: tuple[ExtraKey, ...]) -> PreparedPrompt:
-        """Render, tokenise and hash. ApiError 400 for what cannot be rendered, 429 when too many wait already."""
-        return await self.run(num_body_bytes, lambda: _prepare(renderer, request, tuple(schemes), extra_keys))
+                      schemes: Iterable[HashScheme], extra_keys: tuple[ExtraKey, ...],
+                      limit: PromptLimit | None = None) -> PreparedPrompt:
+        """Render, tokenise and hash. ApiError 400 for what cannot be rendered or is longer than `limit`, 429 when
+        too many wait already."""
+        def work() -> PreparedPrompt:
+            if limit is not None and limit.is_suspect(num_body_bytes):
+                limit.check_texts(_texts(renderer, request))
+            return _prepare(renderer, request, tuple(schemes), extra_keys, limit=limit)
+
+        return await self.run(num_body_bytes, work)
 
     async def run(self, num_body_bytes: int, work: Callable[[], T]) -> T:
         """Do `work` here when it is short, in a prompt thread when not."""
@@ -97,13 +105,21 @@ class PromptWork:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
+    if isinstance(request, ChatRequest):
+        return [renderer.chat_text(request)]
+    return [prompt for prompt in request.prompts if isinstance(prompt, str)]
+
+
 def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
-             extra_keys: tuple[ExtraKey, ...]) -> PreparedPrompt:
+             extra_keys: tuple[ExtraKey, ...], *, limit: PromptLimit | None) -> PreparedPrompt:
     began_at = time.perf_counter()
     # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
     scope = "/".join([key.value.hex() for key in extra_keys])
     prompts: list[Sequence[int]] = ([renderer.chat_packed(request, scope=scope)] if isinstance(request, ChatRequest)
                                     else [*renderer.completion(request, scope=scope)])
+    if limit is not None:
+        limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()
     hashes = {scheme: block_hashes(prompts[0], scheme, extra_keys) for scheme in schemes}
     return PreparedPrompt(prompts, hashes, tokenized_at - began_at, time.perf_counter() - tokenized_at)

@@ -19,6 +19,8 @@ STAGES = ("parse", "tokenize", "hash", "match", "pick", "connect")
 class RequestRecord:
     """Filled in as the request goes its way. Instants are time.monotonic(); tokens are the first prompt's.
 
+    `admitted`: a worker took the request (its answer is a 200), so that its prompt tokens count.
+
     `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
     `cacheable_tokens` is the longest match on any worker: what the best choice for the cache alone would have found.
     `outcome`: ok, client_error, client_left, no_worker, worker_error, or gateway_error for our own bugs.
@@ -42,6 +44,7 @@ class RequestRecord:
     retries: list[str] = field(default_factory=list)
     ttft_s: float | None = None
     inter_token_s: float | None = None
+    admitted: bool = False
     status: int = 500
     outcome: str = "gateway_error"
     error: str | None = None
