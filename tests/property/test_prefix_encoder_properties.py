@@ -18,7 +18,7 @@ from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
 
 NAMES = ("tiny", *FAMILIES)
 SMALL_PIECE_CHARS = 8
-SETTINGS = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache

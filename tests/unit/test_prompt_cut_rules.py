@@ -91,7 +91,7 @@ def test_pieces_behind_tokens_alone_give_the_same_ids(name: str) -> None:
     def ids(text: str) -> array[int]:
         return array("I", tokenizer.encode(text, add_special_tokens=False).ids)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(families_of_texts(TOKENS))
     def check(texts: list[str]) -> None:
         encoder = PrefixEncoder(rule, lambda parts: [ids(part) for part in parts], 1 << 20, 8)
@@ -122,6 +122,20 @@ def changed(change: Callable[[dict[str, Any]], None]) -> PromptTokenizer:
 def test_a_tokenizer_left_whole_still_encodes() -> None:
     tokenizer = changed(lambda content: content["added_tokens"][1].update(lstrip=True))
     text = "the cat sat on the mat   <|im_start|> and the dog, " * 60
+    assert tokenizer.encode(text, add_special_tokens=False) == tokenizer._tokenizer.encode(text).ids
+
+
+def test_a_vocabulary_that_cannot_take_every_text_still_loads() -> None:
+    words = Tokenizer(models.WordLevel({"the": 0, "cat": 1}, unk_token="<none>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PromptTokenizer(TokenizerBundle(tokenizer_json=words.to_str().encode(), special_tokens={},
+                                                chat_templates={}, eos_token_ids=()))
+    assert tokenizer.encode("the cat " * 300, add_special_tokens=False) == [0, 1] * 300
+
+
+@pytest.mark.parametrize("text", [" " * 100_000, "a" * 20_000, " \n" * 10_000, "1" * 20_000, "🙂" * 9_000])
+def test_a_long_text_without_any_place_to_cut(text: str) -> None:
+    tokenizer = changed(lambda content: None)
     assert tokenizer.encode(text, add_special_tokens=False) == tokenizer._tokenizer.encode(text).ids
 
 

@@ -29,6 +29,7 @@ _IDEOGRAPHS_AND_EMOJI = ((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x1F300, 0x1F5FF),
                          (0x1F680, 0x1F6C5))
 _LETTERS_IN_DISGUISE = "\u017f\u212a"    # an s and a k when case is ignored
 _ASCII_END = 0x80
+_TEXT_CHARS_MAX = 8_192     # its expressions backtrack on a stack: a megabyte of spaces is not for them
 _BYTES_OF_KNOWN = frozenset(range(0x80, 0xC0)) | frozenset(range(0xC2, 0xF1))   # those beyond ASCII
 
 
@@ -46,6 +47,8 @@ class FastBpe:
 
     def encode(self, text: str) -> array[int] | None:
         """The ids of a text with its added tokens, no special tokens around it; None when not sure."""
+        if len(text) > _TEXT_CHARS_MAX:
+            return None
         if self._missing is not None and self._missing.search(text) is not None:
             return None
         if not text.isascii():

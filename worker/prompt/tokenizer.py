@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from worker.prompt import tokenizer_folder
 from worker.prompt.cut_rules import TokenizerRules, cut_rule, cuts_hold, read_rules
-from worker.prompt.fast_bpe import fast_bpe
+from worker.prompt.fast_bpe import FastBpe, fast_bpe
 from worker.prompt.prefix_encoder import PIECE_CHARS, PrefixEncoder
 from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
@@ -146,10 +146,13 @@ class PromptTokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.decoder_shape = self._read_decoder_shape()
         self._token_bytes: dict[int, bytes] = {}  # at most one entry per vocabulary entry
-        self._around = self._read_around()
-        rules = read_rules(bundle.tokenizer_json)
-        self._fast_bpe = fast_bpe(rules, self._tokenizer) if rules is not None else None
-        self._prefix_encoder = self._make_prefix_encoder(rules)
+        self._around: tuple[array[int], array[int]] | None = None
+        self._fast_bpe: FastBpe | None = None
+        self._prefix_encoder: PrefixEncoder | None = None
+        try:
+            self._find_shortcuts()
+        except Exception:  # tokenizers raises bare Exception, here for a vocabulary that cannot take every text
+            self._around = self._fast_bpe = self._prefix_encoder = None
 
     def encode(self, text: str, *, add_special_tokens: bool, scope: str = "") -> list[int]:
         """The ids of a text."""
@@ -190,6 +193,12 @@ class PromptTokenizer:
             encoded = dict(zip(unsure, self._encode_whole([texts[index] for index in unsure], False), strict=True))
             found = [encoded[index] if token_ids is None else token_ids for index, token_ids in enumerate(found)]
         return [token_ids for token_ids in found if token_ids is not None]
+
+    def _find_shortcuts(self) -> None:
+        rules = read_rules(self.bundle.tokenizer_json)
+        self._around = self._read_around()
+        self._fast_bpe = fast_bpe(rules, self._tokenizer) if rules is not None else None
+        self._prefix_encoder = self._make_prefix_encoder(rules)
 
     def _make_prefix_encoder(self, rules: TokenizerRules | None) -> PrefixEncoder | None:
         rule = cut_rule(rules) if rules is not None else None
