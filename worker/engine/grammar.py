@@ -3,6 +3,7 @@
 Owns compiled grammars and each choice's state in its own. Knows nothing of sequences or tensors: a mask is bytes.
 Compiling is bounded by fuel, not time, so that the same schema is taken or refused on every machine. The thread that
 reads commands compiles (`prepare`), so that a step never waits for it; whoever asks first pays.
+Known approximation: commands behind a grammar wait for it, the first one of a process for its vocabulary too.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class GrammarCompiler:
         return matcher if matcher.error is None else GrammarError(matcher.error)
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
-        """Made at the first grammar: about a second for the largest vocabularies."""
+        """Made at the first grammar, which takes seconds for the largest vocabularies."""
         if self._tokenizer is None:
             from llguidance import LLTokenizer
             from tokenizers import Tokenizer
