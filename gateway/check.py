@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    print(_as_json(report) if args.json else _as_text(report))
+    print(_as_json(report) if args.json else as_text(report))
     return 0 if report.ok else 1
 
 
@@ -202,10 +202,11 @@ async def _check_workers(prober: _Prober, workers: list[dict[str, Any]]) -> list
             if second.worker_id is not None and first.worker_id == second.worker_id:
                 seen[second.worker_id] = second
         _progress(len(seen), len(wanted), round_number)
-    return [_verdict(worker, seen.get(str(worker["id"]))) for worker in workers]
+    return [verdict(worker, seen.get(str(worker["id"]))) for worker in workers]
 
 
-def _verdict(worker: dict[str, Any], second: ProbeResult | None) -> WorkerCheck:
+def verdict(worker: dict[str, Any], second: ProbeResult | None) -> WorkerCheck:
+    """One worker's row, from its /admin/workers item and the second request it served (None: it served none)."""
     def row(*, ok: bool, detail: str) -> WorkerCheck:
         return WorkerCheck(
             id=str(worker.get("id")),
@@ -250,7 +251,8 @@ def _as_json(report: CheckReport) -> str:
     return orjson.dumps({**asdict(report), "ok": report.ok}, option=orjson.OPT_INDENT_2).decode()
 
 
-def _as_text(report: CheckReport) -> str:
+def as_text(report: CheckReport) -> str:
+    """The report as people read it."""
     endpoint = report.endpoint
     lines = [
         f"{report.url}  model {endpoint.model}",

@@ -217,6 +217,7 @@ async def _curve_answer(url: str, args: argparse.Namespace) -> TimedAnswer:
         "max_tokens": args.curve_tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "return_token_ids": True,  # so that a token that adds no whole character is timed too
     }
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session:
         return await timed_chat(session, url, body)

@@ -98,7 +98,7 @@ def _checks(worker: Child, model: str, free_bytes: int | None) -> list[Check]:
 
 def _pool_check(state: dict[str, Any], free_bytes: int) -> Check:
     pool_bytes = int(state["blocks"]["total"]) * int(state["block_size"]) * int(state["kv_bytes_per_token"])
-    # The weights are taken before the share is: the pool may be smaller than its share of what was free, never larger.
+    # The weights are taken before the share is: the pool may be smaller than its share of what was free, not larger.
     ok = pool_bytes <= KV_SHARE * free_bytes and pool_bytes >= (KV_SHARE - POOL_TOLERANCE) * free_bytes
     return Check(
         "pool size", ok, f"{pool_bytes / 2**30:.2f} GiB of {free_bytes / 2**30:.2f} GiB free, asked for {KV_SHARE}"

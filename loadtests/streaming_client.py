@@ -19,7 +19,7 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """`token_at_s` are seconds from the request to each chunk with text; the first of them is the TTFT."""
+    """`token_at_s`: seconds from the request to each chunk with text or token ids; the first of them is the TTFT."""
 
     token_at_s: tuple[float, ...]
     total_s: float
@@ -76,10 +76,11 @@ async def _read(response: aiohttp.ClientResponse, started: float) -> TimedAnswer
         chunk = orjson.loads(data)
         if "error" in chunk:
             raise AnswerError(f"the stream ended with an error: {chunk['error']}")
-        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or [])
-        if text:
+        choices = chunk.get("choices") or []
+        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in choices)
+        pieces.append(text)
+        if text or any(choice.get("token_ids") for choice in choices):
             token_at_s.append(now)
-            pieces.append(text)
         usage = chunk.get("usage") or usage
     if not done:
         raise AnswerError("the stream ended without [DONE]")

@@ -94,6 +94,11 @@ class Endpoint:
             return Knowledge.NONE
         return Knowledge.EXACT if self.feed.in_sequence else Knowledge.APPROXIMATE
 
+    @property
+    def token_refused(self) -> bool:
+        """Whether it says that it would not honour our internal requests: it then gets the client's JSON alone."""
+        return self.report is not None and self.report.internal_requests in ("refused", "off")
+
     def view(self, own_load: LoadView) -> EndpointView:
         """The snapshot that routing decides on, with `own_load` now in the ledger. Only for one that has joined.
 
@@ -113,6 +118,7 @@ class Endpoint:
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
             prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
             blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
+            max_context=report.max_context,
             kv_usage_ratio=self.kv_usage_ratio, num_running=max(0, load.running - num_ended),
             num_waiting=max(0, load.waiting - max(0, num_ended - load.running)),
             waiting_prefill_tokens=max(0, load.waiting_prefill_tokens - prefill_done),

@@ -16,6 +16,7 @@ from gateway.knowledge import parity
 from gateway.knowledge.endpoint_table import EndpointState, EndpointTable
 from gateway.knowledge.engines.headstart import HeadstartWorker, WorkerReport
 from gateway.knowledge.parity import ParityReport
+from gateway.knowledge.token_bound import TokenBound, token_bound
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import TokenizeRequest
 from worker.prompt.tokenizer import TokenizerBundle
@@ -30,6 +31,7 @@ class ModelReference:
     model: str
     endpoint_id: str
     renderer: PromptRenderer
+    token_bound: TokenBound | None = None
 
     @property
     def bundle(self) -> TokenizerBundle:
@@ -88,8 +90,9 @@ class Joining:
         current = self._references.get(model)
         if current is None or not (current.agrees_with(bundle) or self._is_held_by_others(model, endpoint_id)):
             renderer = await asyncio.to_thread(PromptRenderer, bundle)
+            bound = await asyncio.to_thread(token_bound, bundle.tokenizer_json)
             if self._references.get(model) is current:  # nobody else became it while the tokenizer was loading
-                self._references[model] = ModelReference(model, endpoint_id, renderer)
+                self._references[model] = ModelReference(model, endpoint_id, renderer, bound)
             current = self._references[model]
         if current.agrees_with(bundle):
             self._adherents[endpoint_id] = model

@@ -62,6 +62,7 @@ class WorkerPoll:
         self._joining = joining
         self._writer = writer
         self._interval_s = health_interval_s
+        self._has_token = bool(worker_token)
         self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
@@ -151,6 +152,8 @@ class WorkerPoll:
             await self._begin_life(endpoint, seen.joined)
         elif endpoint.compatible:
             endpoint.detail = ""
+        if endpoint.state in (EndpointState.READY, EndpointState.DRAINING):
+            endpoint.detail = _token_problem(seen.report, has_token=self._has_token) or endpoint.detail
 
     async def _begin_life(self, endpoint: Endpoint, joined: Joined) -> None:
         """Forget the worker's former life, then follow this one."""
@@ -177,10 +180,23 @@ class WorkerPoll:
                                                                 name=f"feed-{endpoint.endpoint_id}")
 
 
+def _token_problem(report: WorkerReport, *, has_token: bool) -> str:
+    """What is wrong between its HEADSTART_WORKER_TOKEN and ours, with the remedy; "" when nothing is."""
+    remedy = "give gateway and worker the same HEADSTART_WORKER_TOKEN"
+    if report.internal_requests == "refused":
+        what = "its worker token is not the gateway's" if has_token else "it has a worker token and the gateway none"
+        return f"{what}, so the contents of its cache stay unknown and it tokenises by itself: {remedy}"
+    if report.internal_requests == "off" and has_token:
+        return f"the gateway has a worker token and it has none, so it tokenises by itself: {remedy}"
+    return ""
+
+
 def _log_state(endpoint: Endpoint) -> None:
     facts = {"worker": endpoint.endpoint_id, "url": endpoint.worker.url, "state": endpoint.state.value,
              "epoch": endpoint.epoch, "model": endpoint.model}
-    if endpoint.state in (EndpointState.READY, EndpointState.DRAINING):
+    if endpoint.detail and endpoint.state is EndpointState.READY:
+        _log.warning("worker_ready", **facts, reason=endpoint.detail)
+    elif endpoint.state in (EndpointState.READY, EndpointState.DRAINING):
         _log.info("worker_" + endpoint.state.value, **facts)
     else:
         _log.warning("worker_" + endpoint.state.value, **facts, reason=endpoint.detail)

@@ -21,7 +21,8 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndpointView:
-    """One worker as last reported. Counts and tokens; rates are 0.0 when unknown; `blocks_total` 0: pool unknown.
+    """One worker as last reported. Counts and tokens; rates are 0.0 when unknown; `blocks_total` 0: pool unknown,
+    `max_context` 0: any length.
 
     `blocks_free` hold nothing, `blocks_cached` hold something nobody uses and may be evicted; all others are in use.
     `price_s` is what an operator or a breaker adds, in seconds; cost.py bounds it.
@@ -34,6 +35,7 @@ class EndpointView:
     draining: bool = False
     knowledge: Knowledge = Knowledge.EXACT
     block_size: int = 16
+    max_context: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     blocks_total: int = 0

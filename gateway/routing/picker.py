@@ -34,7 +34,9 @@ class PickInput:
     """Everything a decision depends on. `matches` and `loads` are by endpoint id; an absent one has none.
 
     `matches` None: the prompt could not be hashed, so nothing is known about caches. `excluded` are endpoints that
-    failed this request already. `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1).
+    failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
+    endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
+    `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1).
     """
 
     endpoints: Sequence[EndpointView]
@@ -47,6 +49,7 @@ class PickInput:
     session_endpoint_id: str | None = None
     random_ratio: float = 0.0
     turn: int = 0
+    context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,14 @@ def eligible(given: PickInput) -> list[EndpointView] | NoEndpoint:
     staying = [view for view in ready if not view.draining]
     if not staying:
         return NoEndpoint("draining", "every worker that serves this model is draining")
-    untried = [view for view in staying if view.endpoint_id not in given.excluded]
+    untried = [view for view in _long_enough(staying, given.context_tokens) if view.endpoint_id not in given.excluded]
     return untried or NoEndpoint("excluded", "every worker that serves this model failed this request already")
+
+
+def _long_enough(views: list[EndpointView], context_tokens: int) -> list[EndpointView]:
+    fitting = [view for view in views if not view.max_context or view.max_context >= context_tokens]
+    longest = max(view.max_context for view in views)
+    return fitting or [view for view in views if view.max_context == longest]
 
 
 def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[CandidateCost]:

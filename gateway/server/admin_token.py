@@ -1,10 +1,12 @@
 """The admin token: the configured one, or a random one that only this user's files can tell.
 
-Owns: the token file (mode 0600, replaced whole). Must never: print or log a token.
+Owns: the token file (mode 0600, replaced whole, removed at the end). Must never: print or log a token, or write
+the file before the port is ours: on a port that is taken it would be another gateway's file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -14,14 +16,32 @@ from gateway.config import GatewayConfig
 TOKEN_BYTES = 24
 
 
-def admin_token_of(config: GatewayConfig) -> tuple[str, Path | None]:
-    """(token, the file it was written to). OSError when the file cannot be written."""
-    if config.admin_token:
-        return config.admin_token, None
-    path = config.admin_token_file or default_token_file(config.port)
-    token = secrets.token_urlsafe(TOKEN_BYTES)
-    _write_private(path, token)
-    return token, path
+class AdminToken:
+    """The token of one gateway. A random one that is never written is known to nobody: the routes are closed."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.is_random = not config.admin_token
+        self.value = config.admin_token or secrets.token_urlsafe(TOKEN_BYTES)
+        self._path = config.admin_token_file
+        self._written: Path | None = None
+
+    def write(self, port: int) -> Path | None:
+        """Write a random token for whoever owns this user's files; the file. OSError when that cannot be done."""
+        if not self.is_random:
+            return None
+        path = self._path or default_token_file(port)
+        _write_private(path, self.value)
+        self._written = path
+        return path
+
+    def remove(self) -> None:
+        """Take the file away if it is still the one that was written here. Idempotent."""
+        path, self._written = self._written, None
+        if path is None:
+            return
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == self.value:
+                path.unlink()
 
 
 def default_token_file(port: int) -> Path:

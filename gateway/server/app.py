@@ -24,7 +24,7 @@ from gateway.knowledge.worker_poll import WorkerPoll
 from gateway.relay.upstream import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
-from gateway.server.admin_token import admin_token_of
+from gateway.server.admin_token import AdminToken
 from gateway.server.connections import ConnectionLimits, GuardedServer
 from gateway.server.dispatch import Dispatcher
 from gateway.server.generate import Generate
@@ -69,6 +69,7 @@ class Gateway:
                                 max_inflight=config.max_inflight_per_worker)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
+        self._admin_token = AdminToken(config)
         self._runners: list[web.ServerRunner] = []
         self._sites: list[web.TCPSite] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,6 +81,7 @@ class Gateway:
         self.port = await self._listen(main, self.config.port)
         if self.config.ops_port is not None:
             await self._listen(ops, self.config.ops_port)
+        self._write_admin_token()
         self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
                        asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
@@ -100,6 +102,7 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Cut what is left and let everything go."""
+        self._admin_token.remove()
         for runner in self._runners:
             await runner.cleanup()
         await self._poll.aclose()
@@ -116,7 +119,7 @@ class Gateway:
         main.is_closing = ops_only.is_closing = lambda: self._readiness.closing
         ClientRoutes(table=self.state.table, access=self.state.access, generate=self._generate,
                      prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
-        ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token(),
+        ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token.value,
                         request_drain=self._poll.request_drain)
         ops.add_probes(main)
         ops.add_probes(ops_only)
@@ -127,16 +130,15 @@ class Gateway:
             ops.add_metrics(main)
         return main, ops_only
 
-    def _admin_token(self) -> str:
+    def _write_admin_token(self) -> None:
         try:
-            token, path = admin_token_of(self.config)
+            path = self._admin_token.write(self.port)
         except OSError as error:
             _log.warning("admin_routes_closed", reason=f"the token file cannot be written: {error}",
                          remedy="set HEADSTART_ADMIN_TOKEN or admin_token_file")
-            return ""
+            return
         if path is not None:
             _log.info("admin_token_written", file=str(path))
-        return token
 
     async def _listen(self, routes: Routes, port: int) -> int:
         limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
@@ -151,13 +153,13 @@ class Gateway:
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)
             raise StartError(f"cannot listen on {self.config.host}:{port} ({why}); "
-                             "choose another --host or --port, or stop what uses it") from error
+                             "choose another --host or --port, or stop what uses it", EXIT_USAGE) from error
         self._sites.append(site)
         return int(runner.addresses[0][1])
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status (0 drained, 1 could not listen, 2 bad configuration)."""
+    """Serve until SIGTERM or SIGINT; the exit status (0 drained, 2 bad configuration or a port in use)."""
     configure_logging(config.log_format, config.log_level)
     try:
         return uvloop.run(_serve(config))

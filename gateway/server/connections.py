@@ -1,7 +1,6 @@
-"""Connections of clients, guarded: how many, how slow, how much of a head, and what a malformed one is told.
+"""Connections of clients, guarded: how many, how slow, how much of a head.
 
-Owns: every limit on a connection before and after a request. Must never: log what a client sent, since a head that
-could not be parsed may hold a key.
+Owns: every limit on a connection before and after a request. Must never: look at what a client sent.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 from aiohttp.web_request import BaseRequest
 
-from gateway.server.http import error_response
-from worker.protocol.api_error import ApiError
-from worker.protocol.logs import get_logger
+from worker.protocol.http_mistakes import PrivateConnection
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8190
@@ -26,7 +23,6 @@ KEEPALIVE_TIMEOUT_S = 75.0
 _TOO_MANY = (b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
              b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n"
              b'{"error":{"message":"Too many connections.","type":"server_error","param":null,"code":"no_worker"}}')
-_log = get_logger(__name__)
 
 Answer = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -67,7 +63,7 @@ class GuardedServer(web.Server):
             connection.answered()
 
 
-class GuardedConnection(RequestHandler):
+class GuardedConnection(PrivateConnection):
     """One client's connection. At any time one timer runs at the most: for a head, or for an answer to be read."""
 
     __slots__ = ("_awaits_head", "_busy", "_guard", "_refused", "_timer", "_unread_bytes")
@@ -117,20 +113,6 @@ class GuardedConnection(RequestHandler):
         self._busy = False
         self._unread_bytes = 0
         self._start(self._guard.limits.stall_s, self._answer_is_unread)
-
-    def handle_error(self, request: BaseRequest, status: int = 500, exc: BaseException | None = None,
-                     message: str | None = None) -> web.StreamResponse:
-        """A head that cannot be parsed: an error object that repeats nothing of it."""
-        _log.info("malformed_request", status=status, reason=type(exc).__name__)
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun")
-        known = status < 500
-        response = error_response(ApiError(status, "invalid_request" if known else "internal_error",
-                                           "The request is not well-formed HTTP, or its head is larger than "
-                                           f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes." if known else
-                                           "The gateway failed on this request; its log says why."))
-        response.force_close()
-        return response
 
     def _start(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop()

@@ -109,6 +109,11 @@ class Dispatcher:
         return list(dict.fromkeys(endpoint.scheme for endpoint in self._table.serving(model)
                                   if endpoint.scheme is not None and endpoint.knowledge is not Knowledge.NONE))
 
+    def max_context(self, model: str) -> int | None:
+        """The longest context that a worker serves for this model; None while there is none."""
+        return max((endpoint.report.max_context for endpoint in self._table.serving(model)
+                    if endpoint.report is not None), default=None)
+
     def decide(self, prompt: RoutedPrompt, excluded: frozenset[str],
                record: RequestRecord | None = None) -> RoutingDecision | NoEndpoint:
         """The decision as of now; nothing is booked. `record` is told how long matching and picking took."""
@@ -124,6 +129,7 @@ class Dispatcher:
                        self._table.serving(prompt.model) or self._table.joined(prompt.model)],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model, excluded=excluded | self._full(loads),
+            context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
             random_ratio=random.random(), turn=next(self._turns))
         decision = self._policy(given)
@@ -231,4 +237,6 @@ def _expected_prefill_s(decision: RoutingDecision) -> float:
 
 def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     """Whether the worker gets the client's JSON alone: without a shared token, or when its tokens are not ours."""
-    return not worker_token or endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+    if not worker_token or endpoint.token_refused:
+        return True
+    return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible

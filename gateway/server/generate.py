@@ -30,6 +30,7 @@ from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
 from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
+from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -42,6 +43,7 @@ from worker.protocol.logs import get_logger
 ON_LOOP_PARSE_BYTES = 256 * 1024
 WORKER_HEADER = "x-headstart-worker"
 MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
+QUEUE_FULL = "queue_full"
 EVENT_STREAM = "text/event-stream"
 _PASSED_ON = ("traceparent", "tracestate")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -54,10 +56,11 @@ class GenerateRoute:
 
     path: str
     parse: Callable[[bytes], PromptRequest]
+    prompt_param: str
 
 
-CHAT = GenerateRoute("/v1/chat/completions", parse_chat)
-COMPLETIONS = GenerateRoute("/v1/completions", parse_completion)
+CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
+COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,8 @@ class Generate:
         reference = self.reference(parsed.model, tenant)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            salt_of=lambda prompts: self._access.salt(tenant, parsed.cache_salt, reference.renderer, prompts))
+            salt_of=lambda prompts: self._access.salt(tenant, parsed.cache_salt, reference.renderer, prompts),
+            limit=self._limit(reference, route))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.n, parsed.stream)
@@ -181,6 +185,11 @@ class Generate:
         output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
         return Ask(parsed.model, prompt.prepared.num_tokens, prompt.prepared.num_tokens + parsed.n * output_tokens,
                    len(intake.body), parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
+
+    def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
+        max_context = self._dispatcher.max_context(reference.model)
+        return None if max_context is None else PromptLimit(max_context, reference.token_bound,
+                                                            route.prompt_param)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""
@@ -214,6 +223,7 @@ class Generate:
     async def _pass_on(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
                        headers: Mapping[str, str]) -> web.StreamResponse:
         record.status = answer.response.status
+        record.admitted = record.status == 200
         content_type = answer.response.headers.get("content-type", "application/json")
         if answer.response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, answer, record, {"Content-Type": content_type, **headers})
@@ -270,7 +280,7 @@ def _last_word(failure: AttemptFailed, record: RequestRecord) -> web.Response:
     if isinstance(outcome, ApiError):
         raise outcome
     assert isinstance(outcome, Refusal)
-    record.status, record.outcome, record.error = outcome.status, "client_error", failure.reason
+    record.status, record.outcome, record.error = outcome.status, "client_error", QUEUE_FULL
     headers = {"Content-Type": outcome.content_type}
     if outcome.retry_after is not None:
         headers["Retry-After"] = outcome.retry_after

@@ -59,8 +59,8 @@ class GatewayMetrics:
                                   registry=registry)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
                                 registry=registry)
-        self._rejected = Counter("headstart_rejected", "Requests refused by the gateway itself.", ["reason"],
-                                 registry=registry)
+        self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
+                                 ["reason"], registry=registry)
         self._queue_depth = Gauge("headstart_queue_depth", "Requests that wait for a worker to have a place.",
                                   registry=registry)
         self._broken_streams = Counter("headstart_broken_streams", "Streams that ended without [DONE].",
@@ -94,9 +94,9 @@ class GatewayMetrics:
             self._decisions.labels(record.worker_id, record.reason).inc()
         if record.outcome == "client_left":
             self._disconnects.inc()
-        if record.worker_id is None and record.error is not None:
+        if record.error is not None and (record.worker_id is None or record.status == 429):
             self._rejected.labels(record.rejected or record.error).inc()
-        if record.ttft_s is not None:
+        if record.ttft_s is not None and record.admitted:
             self._observe_answer(record, model, record.ttft_s)
 
     def _observe_answer(self, record: RequestRecord, model: str, ttft_s: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gateway.admission.cache_salt import CacheSalt
+from gateway.server.prompt_limit import PromptLimit
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
 from worker.protocol.api_error import ApiError
@@ -54,9 +55,16 @@ class PromptWork:
         self._num_waiting = 0
 
     async def prepare(self, renderer: PromptRenderer, request: PromptRequest, *, num_body_bytes: int,
-                      schemes: Iterable[HashScheme], salt_of: SaltOf) -> PreparedPrompt:
-        """Render, tokenise and hash. ApiError 400 for what cannot be rendered, 429 when too many wait already."""
-        return await self.run(num_body_bytes, lambda: _prepare(renderer, request, tuple(schemes), salt_of))
+                      schemes: Iterable[HashScheme], salt_of: SaltOf,
+                      limit: PromptLimit | None = None) -> PreparedPrompt:
+        """Render, tokenise and hash. ApiError 400 for what cannot be rendered or is longer than `limit`, 429 when
+        too many wait already."""
+        def work() -> PreparedPrompt:
+            if limit is not None and limit.is_suspect(num_body_bytes):
+                limit.check_texts(_texts(renderer, request))
+            return _prepare(renderer, request, tuple(schemes), salt_of, limit=limit)
+
+        return await self.run(num_body_bytes, work)
 
     async def run(self, num_body_bytes: int, work: Callable[[], T]) -> T:
         """Do `work` here when it is short, in a prompt thread when not."""
@@ -76,10 +84,18 @@ class PromptWork:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
+    if isinstance(request, ChatRequest):
+        return [renderer.chat_text(request)]
+    return [prompt for prompt in request.prompts if isinstance(prompt, str)]
+
+
 def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
-             salt_of: SaltOf) -> PreparedPrompt:
+             salt_of: SaltOf, *, limit: PromptLimit | None) -> PreparedPrompt:
     began_at = time.perf_counter()
     prompts = [renderer.chat(request)] if isinstance(request, ChatRequest) else renderer.completion(request)
+    if limit is not None:
+        limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()
     salt = salt_of(prompts)
     hashes = {scheme: block_hashes(prompts[0], scheme, salt.extra_keys) for scheme in schemes}

@@ -20,6 +20,8 @@ STAGES = ("parse", "tokenize", "hash", "match", "pick", "connect")
 class RequestRecord:
     """Filled in as the request goes its way. Instants are time.monotonic(); tokens are the first prompt's.
 
+    `admitted`: a worker took the request (its answer is a 200), so that its prompt tokens count.
+
     `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
     `cacheable_tokens` is the longest match on any worker: what the best choice for the cache alone would have found.
     `rejected` says which limit of the gateway refused, in more words than the error's code.
@@ -48,6 +50,7 @@ class RequestRecord:
     queued_s: float | None = None
     ttft_s: float | None = None
     inter_token_s: float | None = None
+    admitted: bool = False
     status: int = 500
     outcome: str = "gateway_error"
     error: str | None = None

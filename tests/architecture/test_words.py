@@ -26,7 +26,7 @@ def _text_files() -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(ROOT):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED and not name.endswith(".egg-info")]
-        found += [Path(folder, name) for name in names if Path(name).suffix in TEXT_SUFFIXES]
+        found += [Path(folder, name) for name in names if Path(name).suffix in TEXT_SUFFIXES and name not in SKIPPED]
     return sorted(path for path in found if not path.is_symlink())
 
 

@@ -36,13 +36,6 @@ def test_every_worker_is_listed_and_predicted_equals_reported(stack: Child) -> N
         assert worker["predicted_tokens"] == worker["reported_tokens"] > 0
 
 
-def test_the_text_report_is_for_people(stack: Child) -> None:
-    code, out, _ = check(stack.url, "--admin-token", str(stack.admin_token))
-    assert code == 0
-    assert "exact" in out
-    assert "predicted = reported" in out
-
-
 def test_a_wrong_admin_token_is_one_line(stack: Child) -> None:
     code, out, err = check(stack.url, "--admin-token", "wrong")
     assert (code, out) == (2, "")

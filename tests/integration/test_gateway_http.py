@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, running_gateway
 from tests.support.stub_worker import StubWorker, pause, running
+from worker.prompt.requests import parse_chat
 
 CHAT = "/v1/chat/completions"
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
@@ -67,6 +68,28 @@ async def test_a_clients_mistake_is_named_and_reaches_no_worker(mistake: Mistake
         assert answer.headers["x-request-id"]
         assert not stub.seen
         assert (await gateway.chat()).status == 200, "the next request is served"
+
+
+async def test_a_prompt_longer_than_every_context_is_refused_before_any_worker() -> None:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN, max_context=context) for context in (100, 300)]
+    async with running(*stubs), running_gateway(*(stub.url for stub in stubs)) as gateway:
+        await gateway.until_exact(num_workers=2)
+        small, large = stubs
+        room = 300 - len(small.renderer.chat(parse_chat(b'{"model":"m",' + MESSAGES + b"}"))) + len("hi")
+        for length, says in ((room, "300 tokens long"), (10_000, "at least 100")):
+            answer = await gateway.chat("x" * length)
+            assert (answer.status, answer.error["param"]) == (400, "messages")
+            assert says in answer.error["message"]
+            assert "300 tokens, of which" in answer.error["message"]
+        answer = await gateway.send("POST", "/v1/completions", payload={"model": "stub", "prompt": [1] * 300})
+        assert (answer.status, answer.error["param"]) == (400, "prompt")
+        assert not small.seen + large.seen
+        for _ in range(4):
+            assert (await gateway.chat("x" * (room - 1))).status == 200
+            assert (await gateway.chat("x", max_tokens=150)).status == 200
+        assert (len(small.seen), len(large.seen)) == (0, 8)
+        assert await gateway.metric('headstart_prompt_tokens_total{model="stub"}') == sum(
+            len(seen.prompt) for seen in large.seen)
 
 
 async def test_a_100_mb_body_without_a_length_is_refused_on_the_way() -> None:
@@ -129,6 +152,14 @@ async def test_without_a_configured_token_a_private_file_has_one(tmp_path: Path)
         headers = {"Authorization": f"Bearer {token}"}
         assert (await gateway.send("GET", "/admin/workers", headers=headers)).status == 200
         assert (await gateway.send("GET", "/admin/workers", headers={"Authorization": "Bearer "})).status == 401
+    assert not file.exists(), "a token of a gateway that has ended is of no use"
+
+
+async def test_a_token_file_that_another_gateway_has_replaced_stays(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    async with running_gateway("http://127.0.0.1:1", admin_token="", admin_token_file=file):
+        file.write_text("another's")
+    assert file.read_text() == "another's"
 
 
 async def test_a_token_file_that_cannot_be_written_closes_the_admin_routes(tmp_path: Path) -> None:
@@ -216,18 +247,23 @@ async def _seen(stub: StubWorker, number: int) -> bool:
 
 def gateway_process(**settings: object) -> subprocess.Popen[str]:
     """A process that runs a gateway and ends with its exit status: run() owns signals and logging."""
-    program = ("import sys; from gateway.config import GatewayConfig; from gateway.server.app import run; "
-               f"sys.exit(run(GatewayConfig(admin_token='x', **{settings!r})))")
+    program = ("import sys; from pathlib import PosixPath; from gateway.config import GatewayConfig; "
+               "from gateway.server.app import run; "
+               f"sys.exit(run(GatewayConfig(**{ {'admin_token': 'x', **settings}!r})))")
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
 
 
-def test_a_port_in_use_is_one_line_and_exit_1() -> None:
+def test_a_port_in_use_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    """And the token file belongs to whoever has the port."""
+    file = tmp_path / "token"
+    file.write_text("the running gateway's")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = gateway_process(port=taken.getsockname()[1])
+        process = gateway_process(port=taken.getsockname()[1], admin_token="", admin_token_file=file)
         _, err = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == 2
+    assert file.read_text() == "the running gateway's"
     assert len(err.strip().splitlines()) == 1
     assert "Address already in use" in err
     assert "--port" in err

@@ -306,3 +306,26 @@ async def test_a_loading_worker_is_unready_and_its_own_words_are_shown() -> None
 
 async def _says_loading(gateway: GatewayUnderTest) -> bool:
     return "still loading" in (await gateway.worker())["detail"]
+
+
+@pytest.mark.parametrize(("workers", "gateways", "says", "knowledge"), [
+    ("theirs", "ours", "not the gateway's", "none"),
+    ("theirs", "", "it has a worker token and the gateway none", "none"),
+    ("", "ours", "the gateway has a worker token and it has none", "exact"),
+])
+async def test_tokens_that_differ_are_named_and_the_worker_serves(workers: str, gateways: str, says: str,
+                                                                  knowledge: str) -> None:
+    stub = StubWorker(worker_token=workers)
+    async with running(stub), running_gateway(stub.url, worker_token=gateways) as gateway:
+        async def is_told() -> bool:
+            row = await gateway.worker()
+            return row["state"] == "ready" and row["knowledge"] == knowledge and says in row["detail"]
+
+        await gateway.until(is_told, "the detail says so")
+        for _ in range(2):
+            assert (await gateway.chat("How are you today?", stream=True)).status == 200
+        assert not any(seen.internal for seen in stub.seen)
+        await asyncio.sleep(0.2)  # several polls later
+        row = await gateway.worker()
+        assert "HEADSTART_WORKER_TOKEN" in row["detail"]
+        assert says in row["detail"]

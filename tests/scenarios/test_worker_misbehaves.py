@@ -39,6 +39,8 @@ class Case:
 
 ANSWERED = (b"Hello",)
 ROUTE = 'route="/v1/chat/completions",model="stub"'
+UNCOUNTED = {'headstart_prompt_tokens_total{model="stub"}': 0,
+             'headstart_cached_tokens_total{model="stub",source="predicted"}': 0}
 CASES = [
     Case("all is well", [], 200, text=ANSWERED),
     Case("all is well, streamed", [], 200, stream=True, text=(b"Hello", b"cached_tokens", b"data: [DONE]")),
@@ -58,9 +60,10 @@ CASES = [
     Case("429 is another worker's chance", [refuse(429, "queue_full", retry_after="7")], 200, num_asked=2,
          text=ANSWERED, metrics={'headstart_retries_total{reason="busy"}': 1}),
     Case("429 everywhere passes unchanged", [refuse(429, "queue_full", retry_after="7")] * 2, 429, num_asked=2,
-         code="queue_full", text=(b"said the stub",), headers={"retry-after": "7"}),
+         code="queue_full", text=(b"said the stub",), headers={"retry-after": "7"},
+         metrics={'headstart_rejected_total{reason="queue_full"}': 1, **UNCOUNTED}),
     Case("a 400 passes unchanged and is not retried", [refuse(400, "context_too_long")], 400, code="context_too_long",
-         text=(b"said the stub",)),
+         text=(b"said the stub",), metrics=UNCOUNTED),
     Case("a 404 passes unchanged and is not retried", [refuse(404, "model_not_found")], 404, code="model_not_found"),
     Case("a worker that refuses the gateway's token is the operator's mistake, not the client's",
          [refuse(403, "forbidden")] * 2, 502, num_asked=2, code="worker_failed"),

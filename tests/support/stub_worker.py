@@ -77,9 +77,10 @@ class StubWorker:
     """start() and stop() may alternate: each start is another life with another epoch on the same HTTP port."""
 
     def __init__(self, *, model: str = "stub", worker_token: str = "", chat_template: str | None = CHAT_TEMPLATE,
-                 exactness: str = "fast") -> None:
+                 exactness: str = "fast", max_context: int = 4096) -> None:
         self.model = model
         self.worker_token = worker_token
+        self.max_context = max_context
         self.bundle = byte_bundle(chat_template)
         self.renderer = PromptRenderer(self.bundle)
         self.scheme = HashScheme(block_size=BLOCK_SIZE, seed=b"stub", model=model, weights="w",
@@ -176,10 +177,14 @@ class StubWorker:
         if self.kv_problem is not None:
             return _error(self.kv_problem, "worker_loading", "The model is still loading.")
         num_blocks = len(self.blocks)
+        is_accepted = request.headers.get(WORKER_TOKEN_HEADER) == self.worker_token
         return _json({
             "engine": "headstart", "version": "stub", "pid": None, "epoch": self.epoch, "model": self.model,
-            "hash_scheme": self.scheme.to_wire(with_seed=True), "hash_scheme_digest": self.scheme.digest(),
-            "block_size": BLOCK_SIZE, "max_context": 4096, "exactness": self.scheme.exactness, "kv_cache": "full",
+            "hash_scheme": self.scheme.to_wire(with_seed=is_accepted or not self.worker_token),
+            "internal_requests": "off" if not self.worker_token else "accepted" if is_accepted else "refused",
+            "hash_scheme_digest": self.scheme.digest(),
+            "block_size": BLOCK_SIZE, "max_context": self.max_context, "exactness": self.scheme.exactness,
+            "kv_cache": "full",
             "events": {"endpoint": self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
                        "replay_endpoint": self._router.getsockopt_string(zmq.LAST_ENDPOINT), "topic": ""},
             "blocks": {"total": 1000, "free": 1000 - num_blocks, "cached": num_blocks, "used": 0},

@@ -106,6 +106,22 @@ class TestDistribution:
     def test_a_banned_token_is_never_drawn(self) -> None:
         assert set(draws(torch.zeros(1, 3), 500, banned=(1, 2))) == {0}
 
+    @pytest.mark.parametrize("temperature", [1e-46, 1e-300, 5e-324, 9.9e-6])
+    @pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"logit_bias": {7: 0.5}}])
+    def test_a_temperature_that_is_0_in_float32_is_greedy(self, temperature: float, more: dict[str, Any]) -> None:
+        logits = noise(1)
+        logits[0, 7] = logits.max() + 1.0
+        assert set(draws(logits, 20, temperature=temperature, **more)) == {7}
+
+    @pytest.mark.parametrize("penalty", [0.01, 100.0])
+    def test_the_extremes_of_the_repetition_penalty_leave_numbers(self, penalty: float) -> None:
+        logits = noise(1)
+        found = sample(logits, [row(temperature=1.0, repetition_penalty=penalty, prompt=tuple(range(VOCAB // 2)),
+                                    logprobs=1)])
+        assert math.isfinite(found[0].logprob or 0.0)
+        greedy = sample(logits, [row(temperature=0.0, repetition_penalty=penalty, prompt=tuple(range(VOCAB)))])
+        assert greedy[0].token_id == (int(logits.argmax()))
+
     def test_a_tiny_temperature_is_greedy_and_does_not_overflow(self) -> None:
         logits = noise(1, scale=1e4)
         assert set(draws(logits, 50, temperature=1e-6)) == {int(logits.argmax())}

@@ -63,7 +63,8 @@ def test_top_k_is_turned_off_the_way_vllms_clients_do(top_k: int, expected: int 
 
 
 @pytest.mark.parametrize("fields", [
-    {"temperature": 0}, {"temperature": 2}, {"top_p": 0}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1}, {"n": 1},
+    {"temperature": 0}, {"temperature": 2}, {"temperature": 1e-300}, {"repetition_penalty": 0.01},
+    {"repetition_penalty": 100}, {"top_p": 0}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1}, {"n": 1},
     {"n": limits.MAX_N}, {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"max_tokens": 1}, {"max_tokens": 2**31 - 1},
     {"stop": ["x"] * limits.MAX_STOPS}, {"stop": "x" * limits.MAX_STOP_CHARS}, {"logit_bias": {}},
     {"logit_bias": {str(limits.MAX_TOKEN_ID): 100}}, {"cache_salt": "x" * limits.MAX_LABEL_CHARS},

@@ -21,6 +21,7 @@ from worker.model.counter_random import uniform
 from worker.prompt.sampling_params import SamplingParams
 
 _FIRST_CANDIDATES = 256
+_GREEDY_BELOW = 1e-5     # vLLM's rule; far below, a temperature is 0 in float32
 _CANDIDATES_GROWTH = 16
 
 
@@ -59,7 +60,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Sample]:
 
 
 def _is_plain_greedy(row: SamplerRow) -> bool:
-    return row.params.temperature == 0.0 and not _is_modified(row)
+    return row.params.temperature < _GREEDY_BELOW and not _is_modified(row)
 
 
 def _is_modified(row: SamplerRow) -> bool:
@@ -71,7 +72,7 @@ def _is_modified(row: SamplerRow) -> bool:
 def _choose(logits: torch.Tensor, row: SamplerRow) -> int:
     if _is_modified(row):
         logits = _modified(logits, row)
-    if row.params.temperature == 0.0:
+    if row.params.temperature < _GREEDY_BELOW:
         return int(logits.argmax())
     draw = uniform(row.params.seed, row.choice, row.output_index)
     # The best logit is taken off first, so that a tiny temperature cannot overflow.

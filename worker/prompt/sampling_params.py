@@ -8,7 +8,7 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """One choice's sampling settings. Defaults are OpenAI's, except that absent means "off".
 
-    temperature 0 is greedy. `logit_bias` maps token id to a bias in [-100, 100]. `logprobs` is how many top
+    temperature below 1e-5 is greedy. `logit_bias` maps token id to a bias in [-100, 100]. `logprobs` is how many top
     alternatives are reported per token; None reports nothing, 0 reports the chosen token alone.
     The randomness of output token i is a function of (seed, choice, i) and nothing else.
     """

@@ -17,6 +17,7 @@ from aiohttp import web
 from worker.config import WorkerConfig
 from worker.engine.engine_client import EngineClient
 from worker.engine.engine_config import EngineConfig
+from worker.protocol.http_mistakes import PrivateAppRunner
 from worker.protocol.logs import configure_logging, get_logger
 from worker.server import handlers, kv_routes, model_routes, ops_routes
 from worker.server.error_middleware import error_middleware
@@ -90,8 +91,8 @@ async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
     publisher = _bind_events(config)
     engine = EngineClient()
     shell = Shell(config, engine, publisher)
-    runner = web.AppRunner(build_app(shell), handler_cancellation=True, access_log=None,
-                           shutdown_timeout=LAST_BYTES_S)
+    runner = PrivateAppRunner(build_app(shell), handler_cancellation=True, access_log=None,
+                              shutdown_timeout=LAST_BYTES_S)
     try:
         shell.port = await _listen(runner, config)
         await engine.start(engine_settings, shell.on_report)

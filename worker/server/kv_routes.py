@@ -1,8 +1,8 @@
 """The pool as others see it: GET /kv, GET /kv/snapshot, POST /kv/reset; and POST /abort.
 
 Where a worker token is configured it guards what is not for strangers: the snapshot (its blocks carry prompt tokens,
-and the event sockets that tell the same bind to loopback), the reset (it slows everybody down), and in GET /kv the
-seed of the hash scheme (it would let a stranger forge hashes).
+and the event sockets that tell the same bind to loopback), the reset (it slows everybody down), the abort (ids can be
+guessed), and in GET /kv the seed of the hash scheme (it would let a stranger forge hashes).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ async def kv_state(request: web.Request) -> web.Response:
         "exactness": ready.exactness,
         "kv_cache": shell.config.kv_cache,
         "kv_dtype": ready.kv_dtype,
+        "internal_requests": _internal_requests(request, shell),
         "draining": shell.phase is Phase.DRAINING,
         "events": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint,
                    "topic": publisher.topic},
@@ -89,6 +90,7 @@ async def kv_reset(request: web.Request) -> web.Response:
 async def abort(request: web.Request) -> web.Response:
     """Stop every living request with this id. Idempotent: `aborted` is 0 when there is none (any more)."""
     shell = shell_of(request)
+    _require_token_if_configured(request, shell)
     shell.require_serving()
     raw = await read_body(request, ABORT_BODY_BYTES_MAX)
     body = decode_body(raw, _abort_decoder).value
@@ -98,6 +100,13 @@ async def abort(request: web.Request) -> web.Response:
 def _require_token_if_configured(request: web.Request, shell: Shell) -> None:
     if shell.config.worker_token:
         require_worker_token(request, shell)
+
+
+def _internal_requests(request: web.Request, shell: Shell) -> str:
+    """Whether this caller's token would be honoured; `off`: this worker has none, and honours nobody's."""
+    if not shell.config.worker_token:
+        return "off"
+    return "accepted" if has_worker_token(request, shell) else "refused"
 
 
 def _pool(stats: EngineStats, shell: Shell) -> dict[str, Any]:

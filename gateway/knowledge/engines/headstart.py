@@ -76,7 +76,10 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """GET /kv. Unknown fields are ignored, so that a newer worker can be read."""
+    """GET /kv. Unknown fields are ignored, so that a newer worker can be read.
+
+    `internal_requests`: accepted, refused or off (it has no token); "" from a worker that does not say.
+    """
 
     engine: str
     epoch: str
@@ -92,6 +95,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     kv_cache: str = "full"
     kv_dtype: str = ""
     draining: bool = False
+    internal_requests: str = ""
     blocks: BlockCounts = BlockCounts()
     load: LoadReport = LoadReport()
     rates: Rates = Rates()

@@ -199,7 +199,7 @@ async def test_reset_forgets_and_says_so(client: aiohttp.ClientSession) -> None:
 
 
 async def test_what_shows_or_drops_blocks_needs_the_token(client: aiohttp.ClientSession) -> None:
-    for method, path in (("GET", "/kv/snapshot"), ("POST", "/kv/reset")):
+    for method, path in (("GET", "/kv/snapshot"), ("POST", "/kv/reset"), ("POST", "/abort")):
         async with client.request(method, path) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (403, "forbidden")
 
@@ -223,6 +223,13 @@ async def test_kv_states_everything_a_gateway_needs(client: aiohttp.ClientSessio
     assert state["rates"]["prefill_tokens_per_s"] > 0
     assert set(state["load"]) >= {"running", "waiting", "waiting_prefill_tokens", "running_prefill_tokens",
                                   "decode_context_tokens"}
+
+
+async def test_kv_tells_whether_internal_requests_would_be_honoured(client: aiohttp.ClientSession) -> None:
+    for headers, says in (({}, "refused"), ({"x-headstart-worker-token": "wrong"}, "refused"),
+                          ({"x-headstart-worker-token": WORKER_TOKEN}, "accepted")):
+        async with client.get("/kv", headers=headers) as response:
+            assert (await response.json())["internal_requests"] == says
 
 
 async def test_the_tokenizer_is_served_once_per_version(client: aiohttp.ClientSession) -> None:

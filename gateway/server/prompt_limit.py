@@ -1,0 +1,44 @@
+"""Is a prompt too long for every worker of its model? Known without tokenising for a text that is far too long.
+
+Owns: the 400 for it, at the gateway, before any worker hears of it. Must never: refuse what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gateway.knowledge.token_bound import TokenBound
+from worker.protocol.api_error import invalid_request
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The longest context that a worker of the model serves."""
+
+    max_context: int
+    bound: TokenBound | None
+    param: str
+
+    def is_suspect(self, num_body_bytes: int) -> bool:
+        """Whether a body of this size is worth a look at its text before tokenising."""
+        return self.bound is not None and num_body_bytes >= self.max_context * self.bound.bytes_max
+
+    def check_texts(self, texts: Iterable[str]) -> None:
+        """ApiError 400 for a text that cannot have few enough tokens."""
+        if self.bound is None:
+            return
+        for text in texts:
+            if (at_least := self.bound.tokens_min(text)) >= self.max_context:
+                self._refuse(f"at least {at_least}")
+
+    def check_prompts(self, prompts: Iterable[Sequence[int]]) -> None:
+        """ApiError 400 for a prompt that leaves no room for one token of an answer."""
+        for prompt in prompts:
+            if len(prompt) >= self.max_context:
+                self._refuse(str(len(prompt)))
+
+    def _refuse(self, num_tokens: str) -> None:
+        raise invalid_request(f"The prompt is {num_tokens} tokens long and the longest context that a worker of this "
+                              f"model serves is {self.max_context} tokens, of which at least one must be left for "
+                              "the answer.", self.param)
