@@ -21,7 +21,16 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gateway.check_probe import PROBE_TIMEOUT_S, EndpointError, ProbeResult, fetch_json, probe, probe_messages
+from gateway.check_probe import (
+    PROBE_TIMEOUT_S,
+    CallerMistake,
+    EndpointError,
+    ProbeResult,
+    fetch_json,
+    probe,
+    probe_messages,
+)
+from worker.protocol.command_line import EXIT_FAILED, EXIT_USAGE, CommandParser
 
 PROBES_PER_WORKER = 8  # fresh prompts sent, per worker, before a worker counts as unreachable through the gateway
 EVENT_WAIT_S = 0.3  # lets the first answer's blocks reach the gateway's index before the second request
@@ -65,13 +74,13 @@ class CheckReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit 0: all well. 1: the check found something. 2: the endpoint or the arguments are unusable."""
+    """Exit 0: all well. 1: the check found something, or nothing that answers. 2: the arguments are unusable."""
     args = _parser().parse_args(argv)
     try:
         report = asyncio.run(_run(args))
     except EndpointError as error:
         print(f"headstart check: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USAGE if isinstance(error, CallerMistake) else EXIT_FAILED
     except KeyboardInterrupt:
         return 130
     print(_as_json(report) if args.json else as_text(report))
@@ -79,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="headstart check",
-        description=__doc__.splitlines()[0] if __doc__ else None,
-        epilog="example: headstart check http://127.0.0.1:8000 --json",
+    parser = CommandParser(
+        "headstart check",
+        summary=__doc__.splitlines()[0] if __doc__ else "",
+        example="headstart check http://127.0.0.1:8000 --json",
     )
-    parser.add_argument("url", help="base address of a gateway or of any OpenAI-compatible endpoint")
+    parser.add_argument("url", metavar="URL", help="base address of a gateway or of any OpenAI-compatible endpoint")
     parser.add_argument("--model", help="model to ask (default: the first of /v1/models)")
     parser.add_argument(
         "--api-key",
@@ -104,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(args: argparse.Namespace) -> CheckReport:
     url = args.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
-        raise EndpointError(f"'{args.url}' is not an address: write it as http://host:port")
+        raise CallerMistake(f"'{args.url}' is not an address: write it as http://host:port")
     timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         model = args.model or await _first_model(session, url, api_key=args.api_key)
@@ -121,13 +130,13 @@ def _admin_token(args: argparse.Namespace) -> str | None:
     try:
         return str(args.admin_token_file.read_text().strip())
     except OSError as error:
-        raise EndpointError(f"cannot read --admin-token-file {args.admin_token_file}: {error.strerror}") from error
+        raise CallerMistake(f"cannot read --admin-token-file {args.admin_token_file}: {error.strerror}") from error
 
 
 async def _first_model(session: aiohttp.ClientSession, url: str, *, api_key: str | None) -> str:
     status, body = await fetch_json(session, f"{url}/v1/models", token=api_key)
     if status == 401:
-        raise EndpointError(f"{url}/v1/models wants an API key: pass --api-key")
+        raise CallerMistake(f"{url}/v1/models wants an API key: pass --api-key")
     try:
         return str(body["data"][0]["id"])  # type: ignore[index]
     except (KeyError, IndexError, TypeError):
@@ -144,7 +153,7 @@ async def _listed_workers(
     if status == 200 and isinstance(body, dict) and isinstance(body.get("workers"), list):
         return list(body["workers"])
     if status in (401, 403) and token:
-        raise EndpointError("the gateway refused the admin token: use the one in the file that `headstart up` names")
+        raise CallerMistake("the gateway refused the admin token: use the one in the file that `headstart up` names")
     return None
 
 

@@ -22,6 +22,10 @@ class EndpointError(Exception):
     """The endpoint cannot be used as it is; the message says why and what to do."""
 
 
+class CallerMistake(EndpointError):
+    """The endpoint may be fine: an argument of the command is not."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
     """One answer: seconds to the first streamed token, and the token counts where the endpoint reports them."""

@@ -25,6 +25,10 @@ def worker_failed(detail: str) -> ApiError:
     return ApiError(502, "worker_failed", detail)
 
 
+def gateway_stopping() -> ApiError:
+    return worker_failed("The gateway is stopping and could not wait for the rest of this answer; send it again.")
+
+
 def worker_timeout(detail: str) -> ApiError:
     return ApiError(504, "worker_timeout", detail)
 

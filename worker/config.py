@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from worker.engine.engine_config import EngineSetupError
+from worker.engine.kv_budget import parse_kv_memory
 from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
 
@@ -24,6 +26,14 @@ def _seed_problem(value: str) -> str | None:
     return None
 
 
+def _kv_memory_problem(value: str) -> str | None:
+    try:
+        parse_kv_memory(value)
+    except EngineSetupError as error:
+        return str(error).removeprefix("kv_memory ").removesuffix(".")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker process. Sizes in bytes unless the name says otherwise; `kv_memory` may also be a share."""
@@ -36,7 +46,8 @@ class WorkerConfig:
     # 0: any free port; the replay socket takes another.
     events_port: int = setting(0, bounds=(0, PORT_MAX), help="port of the KV event socket, 0 for any")
     block_size: int = setting(16, bounds=(1, 4096), help="token positions in a KV block")
-    kv_memory: str = setting("1GiB", help="KV memory: bytes such as 2GiB, or a share of what is free such as 0.9")
+    kv_memory: str = setting("1GiB", check=_kv_memory_problem,
+                             help="KV memory: bytes such as 2GiB, or a share of what is free such as 0.9")
     kv_dtype: str = setting("auto", help="auto, float32, bfloat16 or float16")
     exactness: str = setting("fast", choices=("strict", "fast"),
                              help="strict: cached and computed answers are equal bit for bit, slower")

@@ -31,6 +31,7 @@ from worker.protocol.logs import get_logger
 
 MAX_BACKOFF_S = 5.0
 LATE_ANSWERS_TOLERATED = 2
+LATE_AFTER_S = 1.5
 MAX_QUEUED_OBSERVATIONS = 1024
 _log = get_logger(__name__)
 
@@ -105,7 +106,7 @@ class WorkerPoll:
             else:
                 failures = failures + 1 if seen.report is None else 0
                 await self._inbox.put(seen)
-            pause_s = min(self._interval_s * 2 ** max(0, failures - 1), MAX_BACKOFF_S)
+            pause_s = min(self._interval_s * 2 ** max(0, failures - 1 - LATE_ANSWERS_TOLERATED), MAX_BACKOFF_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await nudge.wait()
@@ -115,7 +116,7 @@ class WorkerPoll:
         endpoint = self._table.get(endpoint_id)
         assert endpoint is not None, "a watcher outlived its endpoint"
         try:
-            report = await adapter.report()
+            report = await adapter.report(max(self._interval_s, LATE_AFTER_S))
             joined = None if report.epoch == endpoint.joined_epoch else await self._joining.join(adapter, report)
         except WorkerLate:
             raise

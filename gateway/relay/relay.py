@@ -47,9 +47,16 @@ class StreamEnd:
     last_chunk_at: float
 
 
-async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderError,
-                       limits: RelayLimits) -> StreamEnd:
-    """Pass an SSE response on to its end; one that ends without [DONE] gets an SSE error event. Closes `answer`."""
+def _never() -> bool:
+    return False
+
+
+async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderError, limits: RelayLimits, *,
+                       is_stopping: Callable[[], bool] = _never) -> StreamEnd:
+    """Pass an SSE response on to its end; one that ends without [DONE] gets an SSE error event. Closes `answer`.
+
+    A cancellation while `is_stopping` is such an end, by the gateway itself, and goes no further.
+    """
     tail = StreamTail()
     failure: ApiError | None = None
     chunk, num_chunks = answer.first_chunk, 0
@@ -63,6 +70,11 @@ async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderEr
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
     except UpstreamFailure as lost:
         failure = _mid_stream_error(lost)
+    except asyncio.CancelledError:
+        if not is_stopping():
+            raise
+        _uncancel()
+        failure = errors.gateway_stopping()
     finally:
         answer.response.close()
     if tail.ended_with_done():
@@ -130,6 +142,11 @@ async def _write(write: Write, data: bytes, limits: RelayLimits) -> None:
         raise ClientLeft(f"read nothing for {limits.chunk_gap_s:g} s") from stalled
     except ConnectionError as gone:
         raise ClientLeft("closed the connection") from gone
+
+
+def _uncancel() -> None:
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
 
 
 def _mid_stream_error(lost: UpstreamFailure) -> ApiError:

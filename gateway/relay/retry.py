@@ -17,7 +17,9 @@ from worker.protocol.api_error import ApiError
 
 MAX_REFUSAL_BYTES = 64 * 1024
 REFUSAL_READ_TIMEOUT_S = 5.0
+LOST_LOOK_S = 0.25
 _NOT_THE_CLIENTS = (401, 403, 429)
+Opened = tuple[UpstreamResponse, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ class Attempt(Protocol):
         """What to send it."""
         ...
 
+    def is_lost(self) -> bool:
+        """Whether this worker has become unready while another one could take the request."""
+        ...
+
     def abandon(self) -> None:
         """Undo everything booked. Idempotent."""
         ...
@@ -78,14 +84,10 @@ Choose = Callable[[frozenset[str], "AttemptFailed | None"], "Attempt | None"]
 async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float) -> FirstAnswer:
     """Send to one worker and await its first body bytes; AttemptFailed when the answer is not one for the client."""
     worker_id = attempt.endpoint_id
+    opening = asyncio.create_task(_open(upstream, attempt.upstream_request))
     try:
         async with asyncio.timeout(timeout_s):
-            response = await upstream.open(attempt.upstream_request)
-            try:
-                chunk = await response.read_chunk()
-            except BaseException:
-                response.close()
-                raise
+            response, chunk = await _unless_lost(opening, attempt)
     except TimeoutError as late:
         raise AttemptFailed("timeout", errors.worker_timeout(
             f"Worker {worker_id} sent nothing for {timeout_s:g} s."), retryable=False) from late
@@ -93,6 +95,33 @@ async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float
         lost = errors.worker_failed(f"Worker {worker_id} could not be reached ({failure.kind.value}).")
         raise AttemptFailed(failure.kind.value, lost, same_worker=failure.kind is FailureKind.RESET) from failure
     return await _judge(worker_id, response, chunk)
+
+
+async def _unless_lost(opening: asyncio.Task[Opened], attempt: Attempt) -> Opened:
+    try:
+        while not (await asyncio.wait({opening}, timeout=LOST_LOOK_S))[0]:
+            if attempt.is_lost():
+                raise AttemptFailed("unready", errors.worker_failed(
+                    f"Worker {attempt.endpoint_id} stopped answering."))
+        return opening.result()
+    except BaseException:
+        opening.add_done_callback(_close_unwanted)
+        opening.cancel()
+        raise
+
+
+def _close_unwanted(opening: asyncio.Task[Opened]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[0].close()
+
+
+async def _open(upstream: Upstream, request: UpstreamRequest) -> Opened:
+    response = await upstream.open(request)
+    try:
+        return response, await response.read_chunk()
+    except BaseException:
+        response.close()
+        raise
 
 
 async def _judge(worker_id: str, response: UpstreamResponse, chunk: bytes) -> FirstAnswer:

@@ -86,6 +86,9 @@ class Gateway:
                        asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
+        if not self.config.workers:
+            _log.warning("no_workers", reason="no worker is configured, so every request will be answered 503",
+                         remedy="pass --worker http://HOST:PORT, once for each, or use `headstart up`")
         _log.info("gateway_started", host=self.config.host, port=self.port, ops_port=self.config.ops_port,
                   policy=self.config.policy, workers=[endpoint.worker.url for endpoint in self.state.table])
 
@@ -103,6 +106,7 @@ class Gateway:
     async def aclose(self) -> None:
         """Cut what is left and let everything go."""
         self._admin_token.remove()
+        self._generate.cut_short()
         for runner in self._runners:
             await runner.cleanup()
         await self._poll.aclose()

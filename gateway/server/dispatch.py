@@ -57,13 +57,14 @@ class Placement:
 
     def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
                  withdraw: Callable[[], None], upstream_request: UpstreamRequest,
-                 prefill_timer: asyncio.TimerHandle | None) -> None:
+                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool]) -> None:
         self.endpoint = endpoint
         self.decision = decision
         self._booking = booking
         self._withdraw = withdraw
         self._upstream_request = upstream_request
         self._prefill_timer = prefill_timer
+        self._is_replaceable = is_replaceable
 
     @property
     def endpoint_id(self) -> str:
@@ -74,6 +75,11 @@ class Placement:
     def upstream_request(self) -> UpstreamRequest:
         """See relay.retry.Attempt."""
         return self._upstream_request
+
+    def is_lost(self) -> bool:
+        """See relay.retry.Attempt. A worker that is alone keeps its request: it may only be slow."""
+        is_same_life = self.endpoint.epoch == self.decision.epoch
+        return not (is_same_life and self.endpoint.state is not EndpointState.UNREADY) and self._is_replaceable()
 
     def first_byte(self) -> None:
         """The prompt has been computed."""
@@ -166,6 +172,7 @@ class Dispatcher:
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
             prefill_s, booking.prefill_done)
         return Placement(endpoint, decision, booking, upstream_request=upstream_request, prefill_timer=timer,
+                         is_replaceable=lambda: bool(self._table.serving(prompt.model)),
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:

@@ -99,7 +99,19 @@ class Generate:
         self._upstream = upstream
         self._suspect = suspect
         self._limits = RelayLimits(self._config.keepalive_s, self._config.chunk_gap_timeout_s)
-        self.num_inflight = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_stopping = False
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests that have no whole answer yet."""
+        return len(self._tasks)
+
+    def cut_short(self) -> None:
+        """End what still runs, each with an error that its client can read."""
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
 
     async def chat(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -112,17 +124,29 @@ class Generate:
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
         record = RequestRecord(request_id_of(request), route.path, client=self._access.client_of(request))
-        self.num_inflight += 1
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._tasks.add(task)
         try:
             return await self._answer(request, route, record, headers)
         except ApiError as error:
             record.refused(error)
             raise
-        except (asyncio.CancelledError, ClientLeft, ConnectionError):
+        except asyncio.CancelledError:
+            if not self._is_stopping:
+                record.status, record.outcome = CLIENT_CLOSED_REQUEST, "client_left"
+                raise
+            stopping = errors.gateway_stopping()
+            record.refused(stopping)
+            if record.ttft_s is not None:
+                raise  # a part of it may be with the client already
+            task.uncancel()
+            raise stopping from None
+        except (ClientLeft, ConnectionError):
             record.status, record.outcome = CLIENT_CLOSED_REQUEST, "client_left"
             raise
         finally:
-            self.num_inflight -= 1
+            self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
             _log.info("request", **record.log_fields(duration_s))
@@ -233,7 +257,8 @@ class Generate:
                       headers: Mapping[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
-        end = await relay_stream(answer, response.write, lambda error: orjson.dumps(error.body()), self._limits)
+        end = await relay_stream(answer, response.write, lambda error: orjson.dumps(error.body()), self._limits,
+                                 is_stopping=lambda: self._is_stopping)
         record.stream_ended(end)
         await response.write_eof()
         return response

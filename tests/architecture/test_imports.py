@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "worker.model": SHARED,
     "worker.engine": ("worker.core", "worker.model", *SHARED),
     "worker.server": ("worker", "worker.config", "worker.engine", "worker.core.batch", *SHARED),
-    "worker.config": ("worker.protocol",),
+    "worker.config": ("worker.protocol", "worker.engine.engine_config", "worker.engine.kv_budget"),
     "worker.cli": ("worker.config", "worker.server", "worker.protocol"),
     "worker.__main__": ("worker.cli",),
     "gateway.routing": SHARED,
@@ -46,7 +46,8 @@ IMPURE = ("asyncio", "torch", "redis", "time", "random", "zmq", "aiohttp", "thre
           "multiprocessing", "transformers", "secrets", "datetime", "urllib.request", "logging", "structlog",
           "prometheus_client")
 NO_TORCH = ("worker.server", "worker.prompt", "worker.protocol", "worker.core", "worker.engine.messages",
-            "worker.engine.engine_config", "worker.engine.engine_client", "worker.config", "worker.cli", "gateway")
+            "worker.engine.engine_config", "worker.engine.engine_client", "worker.engine.kv_budget",
+            "worker.config", "worker.cli", "gateway")
 HEAVY = ("torch", "transformers", "safetensors", "gguf", "worker.model")
 
 

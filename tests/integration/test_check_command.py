@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,35 @@ def test_a_wrong_admin_token_is_one_line(stack: Child) -> None:
 
 def test_nothing_there_is_one_line() -> None:
     code, out, err = check(f"http://127.0.0.1:{free_port()}")
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    ((), "URL"), (("localhost",), "http://host:port"), (("http://h", "--jsom"), "--json"),
+    (("http://127.0.0.1:1", "--model", "m", "--admin-token-file", "missing"), "--admin-token-file"),
+])
+def test_a_usage_mistake_is_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "gateway.cli", "check", *arguments], capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert says in done.stderr
+
+
+def test_a_gateway_without_a_ready_worker_fails_the_check() -> None:
+    port = free_port()
+    gateway = start(["gateway", "--port", str(port)], url=f"http://127.0.0.1:{port}")
+    try:
+        for _ in range(100):
+            code, _out, err = check(gateway.url)
+            if "lists no model" in err:
+                break
+            time.sleep(0.1)
+    finally:
+        gateway.stop()
+    assert code == 1
+    assert "lists no model" in err
 
 
 def test_another_template_on_one_worker_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, running_gateway
-from tests.support.stub_worker import StubWorker, pause, running
+from tests.support.stub_worker import StubWorker, never_answer, pause, running, stream_one_then_hang
 from worker.prompt.requests import parse_chat
 
 CHAT = "/v1/chat/completions"
@@ -241,6 +241,32 @@ async def test_draining_finishes_streams_and_then_is_gone() -> None:
             await asyncio.open_connection("127.0.0.1", gateway.gateway.port)
 
 
+async def test_what_outlives_the_drain_is_told_so_before_it_is_cut() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, drain_s=0.1) as gateway:
+        await gateway.until_exact()
+        stub.next_behaviours.extend([stream_one_then_hang, never_answer])
+        streaming = asyncio.create_task(gateway.chat(stream=True))
+        await gateway.until(lambda: _seen(stub, 1), "the stream runs")
+        waiting = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: _seen(stub, 2), "the other request waits")
+        await asyncio.sleep(0.1)
+        metrics, began_at = gateway.gateway.state.metrics, asyncio.get_running_loop().time()
+        await gateway.gateway.drain(asyncio.Event(), delay_s=0.0)
+        await gateway.gateway.aclose()
+        stream, whole = await streaming, await waiting
+        assert asyncio.get_running_loop().time() - began_at < 1.5
+        assert b"Hello" in stream.body
+        assert b"event: error" in stream.body
+        assert b"gateway is stopping" in stream.body
+        assert b"worker_failed" in stream.body
+        assert b"[DONE]" not in stream.body
+        assert (whole.status, whole.error["code"]) == (502, "worker_failed")
+        text = metrics.render().decode()
+        assert "headstart_client_disconnects_total 0.0" in text
+        assert 'headstart_broken_streams_total{reason="worker_failed"} 1.0' in text
+
+
 async def _seen(stub: StubWorker, number: int) -> bool:
     return len(stub.seen) >= number
 
@@ -282,7 +308,10 @@ def test_a_signal_ends_the_process_with_0(number: signal.Signals, delay_s: float
     """Ctrl-C does not wait for load balancers to notice."""
     process = gateway_process(port=0, drain_delay_s=delay_s, drain_s=1.0)
     assert process.stderr is not None
-    assert "gateway_started" in process.stderr.readline()
+    first, second = process.stderr.readline(), process.stderr.readline()
+    assert '"no_workers"' in first
+    assert "--worker" in first
+    assert "gateway_started" in second
     process.send_signal(number)
     process.communicate(timeout=20)
     assert process.returncode == 0

@@ -84,6 +84,29 @@ async def test_a_worker_that_is_alone_gets_a_second_try_after_a_reset() -> None:
         assert len(stub.seen) == 2
 
 
+async def test_a_request_on_a_worker_that_stops_answering_is_another_ones() -> None:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN) for _ in range(2)]
+    async with running(*stubs), running_gateway(*(stub.url for stub in stubs)) as gateway:
+        await gateway.until_exact(num_workers=2)
+        for stub in stubs:
+            stub.next_behaviours.append(never_answer)
+        began_at = asyncio.get_running_loop().time()
+        asking = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: _one_asked(stubs), "a worker has the request")
+        frozen, other = sorted(stubs, key=lambda stub: not stub.seen)
+        frozen.may_tell.clear()  # as one that was sent SIGSTOP
+        other.next_behaviours.clear()
+        answer = await asking
+        assert answer.status == 200
+        assert asyncio.get_running_loop().time() - began_at < 10.0
+        assert await gateway.metric('headstart_retries_total{reason="unready"}') == 1
+        frozen.may_tell.set()
+
+
+async def _one_asked(stubs: list[StubWorker]) -> bool:
+    return any(stub.seen for stub in stubs)
+
+
 async def test_a_client_that_leaves_before_the_first_byte_frees_the_worker() -> None:
     stub = StubWorker(worker_token=WORKER_TOKEN)
     async with running(stub), running_gateway(stub.url) as gateway:

@@ -96,6 +96,8 @@ class StubWorker:
         self.num_unchanged_tokenizers = 0
         self.was_probed, self.may_be_probed = asyncio.Event(), asyncio.Event()
         self.may_be_probed.set()
+        self.may_tell = asyncio.Event()
+        self.may_tell.set()
 
     @property
     def url(self) -> str:
@@ -174,6 +176,7 @@ class StubWorker:
     # ---- side channel --------------------------------------------------------------------------------------------
 
     async def _kv(self, request: web.Request) -> web.Response:
+        await self.may_tell.wait()
         if self.kv_problem is not None:
             return _error(self.kv_problem, "worker_loading", "The model is still loading.")
         num_blocks = len(self.blocks)

@@ -63,6 +63,10 @@ def test_a_gateway_install_says_what_a_worker_needs(monkeypatch: pytest.MonkeyPa
     (["--port", "x"], "--port: should be a whole number, got 'x'"),
     (["--worker-token", "x"], "unrecognized arguments"),
     (["--config", "/none.toml"], "/none.toml: no such file"),
+    (["--kv-memory", "banana"], "--kv-memory: 'banana' is neither an amount like 2GiB nor a share like 0.9"),
+    (["--kv-memory", "1.5", "--print-config"], "--kv-memory: '1.5': a share of free memory lies above 0"),
+    (["--kv-memory", "0"], "--kv-memory: is 0: give the cache some room"),
+    (["--kv-memory", "9" * 400], "--kv-memory: is more than any machine has"),
     (["--threads", "0"], "--threads: should be auto or a number of 1 or more")])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], wanted: str,
                                           capsys: pytest.CaptureFixture[str]) -> None:

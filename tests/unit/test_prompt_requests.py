@@ -37,7 +37,12 @@ def test_the_smallest_chat() -> None:
 
 def test_the_smallest_completion_has_openais_limit() -> None:
     assert completion() == CompletionRequest(model="m", sampling=SamplingParams(), seed_given=False, max_tokens=16,
-                                             prompts=("hi",))
+                                             max_tokens_is_default=True, prompts=("hi",))
+
+
+def test_a_given_limit_is_no_default() -> None:
+    assert not completion(max_tokens=16).max_tokens_is_default
+    assert not chat(max_tokens=16).max_tokens_is_default
 
 
 def test_null_is_absent() -> None:

@@ -113,5 +113,18 @@ def test_completion_logprobs_escape_half_a_character(token_text: TokenText) -> N
     assert logprobs["tokens"] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_offsets_count_the_text_not_its_escaped_form(token_text: TokenText, in_chunks: bool) -> None:
+    parts = [*ids("a"), *ids("€"), *ids("b"), 2, *ids("c")]
+    logprobs, layout = [TokenLogprobs(-1.0)] * len(parts), CompletionFormat(head(), token_text)
+    if in_chunks:
+        chunks = [layout.chunks(ChoiceDelta(0, "", [part], logprobs[:1]))[0] for part in parts]
+        offsets = [chunk["choices"][0]["logprobs"]["text_offset"][0] for chunk in chunks]
+    else:
+        choice = FullChoice("a€bc", parts, logprobs, "stop")
+        offsets = layout.full([choice], ACCOUNT)["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 2, 3, 3], "a, three bytes of the euro sign, b, a special token, c"
+
+
 def test_special_tokens_are_shown_by_name(token_text: TokenText) -> None:
     assert token_text.text_of(2) == "<|im_end|>"

@@ -8,6 +8,7 @@ from worker.engine.engine_config import EngineSetupError
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "t": 10**12, "tb": 10**12}
+_AMOUNT_MAX = 2**63
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -25,6 +26,8 @@ def parse_kv_memory(text: str) -> int | float:
         if 0 < number <= 1:
             return number
         raise EngineSetupError(f"kv_memory {text!r}: a share of free memory lies above 0 and up to 1, like 0.9.")
+    if number > _AMOUNT_MAX:
+        raise EngineSetupError("kv_memory is more than any machine has: give an amount like 2GiB.")
     if not number:
         raise EngineSetupError("kv_memory is 0: give the cache some room, for example 1GiB.")
     return int(number * _UNITS[unit])

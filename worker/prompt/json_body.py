@@ -24,6 +24,8 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PATH = re.compile(r"(?s)^(.*) - at `\$\.?(.*)`$")
+_AT_BYTE = re.compile(r"\(byte (\d+)\)$")
+_LONE_SURROGATE = re.compile(rb"(?s)(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?:[^\\]|\\[^u])")
 _MISSING = re.compile(r"^Object missing required field `(.*)`$")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -46,7 +48,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> Body[T]:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except msgspec.DecodeError as error:
-        raise invalid_request(f"The request body is not valid JSON: {error}.", None) from None
+        raise _explain_syntax(body, str(error)) from None
     except RecursionError:
         raise _too_deep() from None
     known = _field_names(type(value))
@@ -116,6 +118,30 @@ def _explain(complaint: str) -> ApiError:
     if not path:
         return invalid_request(f"The request body must be a JSON object: {reason}.", None)
     return invalid_request(f"Invalid value for {path}: {reason}.", path)
+
+
+def _explain_syntax(body: bytes, complaint: str) -> ApiError:
+    place = _AT_BYTE.search(complaint)
+    if place is not None and body.startswith((b"NaN", b"Infinity"), int(place[1])):
+        key = _open_field(body[:int(place[1])].removesuffix(b"-"))
+        if key is not None:
+            return invalid_request(f"Invalid value for {key}: NaN and Infinity are not JSON.", key)
+    if complaint.endswith("truncated") and _LONE_SURROGATE.search(body):
+        complaint = "a string holds one half of a surrogate pair, a \\ud800 to \\udbff without its \\udc00 to \\udfff"
+    return invalid_request(f"The request body is not valid JSON: {complaint}.", None)
+
+
+def _open_field(start: bytes) -> str | None:
+    """The top-level key whose value is under way where `start`, the beginning of an object, breaks off."""
+    brackets = _STRING.sub(b"", start).translate(None, _NO_BRACKETS)
+    for _ in range(MAX_JSON_DEPTH):
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    if not brackets.startswith(b"{") or len(brackets) > MAX_JSON_DEPTH:
+        return None
+    try:
+        return top_level_keys(start + b"0" + brackets[::-1].translate(bytes.maketrans(b"[{", b"]}")))[-1]
+    except msgspec.MsgspecError:
+        return None
 
 
 def _duplicate(key: str) -> ApiError:

@@ -37,7 +37,8 @@ from worker.protocol.api_error import invalid_request
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and plain completions share, after validation.
 
-    `max_tokens` None: up to the end of the context. `seed_given` False: the server draws `sampling.seed`.
+    `max_tokens` None: up to the end of the context; a default one shrinks to what is left. `seed_given` False: the
+    server draws `sampling.seed`.
     `sampling.logprobs` holds the normalised `logprobs`/`top_logprobs`. `unknown` are ignored top-level fields.
     """
 
@@ -45,6 +46,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     seed_given: bool
     max_tokens: int | None
+    max_tokens_is_default: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -142,7 +144,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise invalid_request(f"n times the number of prompts may be at most {MAX_SEQUENCES}.", "n")
     shared = _shared(given, unknown, logprobs=given.logprobs,
                      max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS)
-    return CompletionRequest(**shared, prompts=prompts)
+    return CompletionRequest(**shared, prompts=prompts, max_tokens_is_default=given.max_tokens is None)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:

@@ -162,7 +162,7 @@ def _check_number_of_choices(body: Body, prompts: list[list[int]], shell: Shell)
 
 
 def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, route: Route) -> list[int]:
-    """Per prompt: what was asked for, or the rest of the context. More than fits is refused, never cut short."""
+    """Per prompt: what was asked for, or the rest of the context. More than fits is refused; a default shrinks."""
     rests = []
     for prompt in prompts:
         rest = ready.max_context - len(prompt)
@@ -172,10 +172,10 @@ def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, ro
             raise invalid_request(f"The prompt is {len(prompt)} tokens long and this worker's context is "
                                   f"{ready.max_context} tokens, of which at least one must be left for the answer.",
                                   route.prompt_param)
-        if body.max_tokens is not None and body.max_tokens > rest:
+        if body.max_tokens is not None and body.max_tokens > rest and not body.max_tokens_is_default:
             raise invalid_request(f"max_tokens is {body.max_tokens}, but the prompt takes {len(prompt)} of this "
                                   f"worker's context of {ready.max_context} tokens and leaves {rest}.", "max_tokens")
-        rests.append(rest if body.max_tokens is None else body.max_tokens)
+        rests.append(rest if body.max_tokens is None else min(body.max_tokens, rest))
     return rests
 
 

@@ -6,10 +6,12 @@ to one request and remembers what the next chunk depends on (text offsets, which
 
 from __future__ import annotations
 
+import codecs
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from worker.core.batch import TokenLogprobs
@@ -156,6 +158,8 @@ class CompletionFormat(ResponseFormat):
     def __init__(self, head: ResponseHead, token_text: TokenText) -> None:
         super().__init__(head, token_text)
         self._text_offsets: defaultdict[int, int] = defaultdict(int)
+        self._decoders: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(
+            partial(codecs.getincrementaldecoder("utf-8"), "replace"))
 
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
         choice = {"index": delta.choice, "text": delta.text, "finish_reason": delta.finish_reason,
@@ -176,7 +180,8 @@ class CompletionFormat(ResponseFormat):
             text = self._token_text.escaped_text_of(token_id)
             tokens.append(text)
             offsets.append(self._text_offsets[index])
-            self._text_offsets[index] += len(text)
+            added = self._token_text.added_bytes_of(token_id)
+            self._text_offsets[index] += len(self._decoders[index].decode(added))
         top = [{self._token_text.escaped_text_of(other): max(logprob, LOGPROB_MIN) for other, logprob in item.top}
                for item in logprobs]
         return {"tokens": tokens, "token_logprobs": [max(item.logprob, LOGPROB_MIN) for item in logprobs],

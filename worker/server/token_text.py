@@ -20,6 +20,10 @@ class TokenText:
         self._tokenizer = tokenizer
         self.bytes_of = lru_cache(CACHED_TOKENS_MAX)(self._bytes_of)
 
+    def added_bytes_of(self, token_id: int) -> bytes:
+        """What the token adds to a text: nothing when it is special."""
+        return b"" if token_id in self._tokenizer.special_token_ids else self._tokenizer.token_bytes(token_id)
+
     def text_of(self, token_id: int) -> str:
         """The token's text; U+FFFD where its bytes are only part of a character."""
         return self.bytes_of(token_id).decode("utf-8", "replace")

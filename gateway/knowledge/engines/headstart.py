@@ -122,9 +122,9 @@ class HeadstartWorker:
         if worker.api_key:
             self._headers["Authorization"] = f"Bearer {worker.api_key}"
 
-    async def report(self) -> WorkerReport:
+    async def report(self, timeout_s: float = REQUEST_TIMEOUT_S) -> WorkerReport:
         """GET /kv."""
-        async with self._request("GET", "/kv") as response:
+        async with self._request("GET", "/kv", timeout_s=timeout_s) as response:
             body = await _bounded_body(response, MAX_ANSWER_BYTES)
         try:
             return _report_decoder.decode(body)

@@ -10,10 +10,12 @@ import orjson
 import pytest
 
 from loadtests.local_stack import Child
-from tests.support.tiny_worker import MODEL_CONTEXT, worker_client
+from tests.support.tiny_worker import MODEL_CONTEXT, WORKER_TOKEN, worker_client
+from worker.protocol.internal_request import WORKER_TOKEN_HEADER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
+JSON = {"Content-Type": "application/json", WORKER_TOKEN_HEADER: WORKER_TOKEN}
 
 
 class Case(NamedTuple):
@@ -56,7 +58,7 @@ CASES = [
     Case("invalid UTF-8", CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"\xff"}]}', 400,
          "invalid_request", None),
     Case("NaN temperature", CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
-         400, "invalid_request", None),
+         400, "invalid_request", "temperature"),
     Case("temperature out of range", CHAT, chat(temperature=9), 400, "invalid_request", "temperature"),
     Case("tools with a template that ignores them", CHAT,
          chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]), 400, "invalid_request",
@@ -73,7 +75,7 @@ CASES = [
 async def post(client: aiohttp.ClientSession, path: str, body: bytes | dict[str, Any],
                **headers: str) -> tuple[int, dict[str, Any], Any]:
     data = body if isinstance(body, bytes) else orjson.dumps(body)
-    async with client.post(path, data=data, headers={"Content-Type": "application/json", **headers}) as response:
+    async with client.post(path, data=data, headers={**JSON, **headers}) as response:
         return response.status, await response.json(), response.headers
 
 
@@ -99,6 +101,16 @@ async def test_other_streams_go_on(client: aiohttp.ClientSession) -> None:
         assert [status for status, _, _ in answers] == [case.status for case in CASES]
         rest = await stream.content.read()
     assert rest.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(1, 1), (15, 15), (16, 16), (40, 16)])
+async def test_the_default_of_completions_shrinks_to_what_is_left(client: aiohttp.ClientSession, num_left: int,
+                                                                  expected: int) -> None:
+    prompt = {"prompt": [5] * (MODEL_CONTEXT - num_left), "ignore_eos": True, "temperature": 0}
+    status, answer, _ = await post(client, COMPLETIONS, {"model": "tiny", **prompt})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, expected)
+    status, answer, _ = await post(client, COMPLETIONS, completion(**prompt, max_tokens=num_left + 1))
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
 
 
 async def test_numbers_of_the_context_are_told(client: aiohttp.ClientSession) -> None:

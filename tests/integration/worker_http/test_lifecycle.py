@@ -15,9 +15,11 @@ import orjson
 import pytest
 
 from loadtests.local_stack import Child, free_port, start
-from tests.support.tiny_worker import get_json, running_tiny_worker, until_idle, worker_client
+from tests.support.tiny_worker import WORKER_TOKEN, get_json, running_tiny_worker, until_idle, worker_client
+from worker.protocol.internal_request import WORKER_TOKEN_HEADER
 
 COMPLETIONS = "/v1/completions"
+TOKEN = {WORKER_TOKEN_HEADER: WORKER_TOKEN}
 EXIT_WAIT_S = 30.0
 
 
@@ -128,12 +130,12 @@ async def test_a_client_that_leaves_frees_the_engine_in_every_phase(narrow: aioh
 async def test_abort_by_request_id_ends_the_stream(narrow: aiohttp.ClientSession) -> None:
     async with narrow.post(COMPLETIONS, json=long_request(stream=True), headers={"x-request-id": "victim"}) as stream:
         await stream.content.readuntil(b"\n\n")
-        async with narrow.post("/abort", json={"request_id": "victim"}) as response:
+        async with narrow.post("/abort", json={"request_id": "victim"}, headers=TOKEN) as response:
             assert await response.json() == {"aborted": 1}
         rest = await stream.content.read()
     assert b'"finish_reason":"abort"' in rest
     assert rest.endswith(b"data: [DONE]\n\n")
-    async with narrow.post("/abort", json={"request_id": "victim"}) as response:
+    async with narrow.post("/abort", json={"request_id": "victim"}, headers=TOKEN) as response:
         assert await response.json() == {"aborted": 0}
     await until_idle(narrow)
 
