@@ -39,7 +39,7 @@ MISTAKES = [
     Mistake("invalid UTF-8", b'{"model":"stub\xff",' + MESSAGES + b"}"),
     Mistake("duplicate key", b'{"model":"stub","model":"stub",' + MESSAGES + b"}", param="model"),
     Mistake("wrong type", b'{"model":"stub","max_tokens":"5",' + MESSAGES + b"}", param="max_tokens"),
-    Mistake("NaN temperature", b'{"model":"stub","temperature":NaN,' + MESSAGES + b"}"),
+    Mistake("NaN temperature", b'{"model":"stub","temperature":NaN,' + MESSAGES + b"}", param="temperature"),
     Mistake("max_tokens 0", b'{"model":"stub","max_tokens":0,' + MESSAGES + b"}", param="max_tokens"),
     Mistake("max_tokens -1", b'{"model":"stub","max_tokens":-1,' + MESSAGES + b"}", param="max_tokens"),
     Mistake("no messages", b'{"model":"stub","messages":[]}', param="messages"),
