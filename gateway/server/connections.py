@@ -1,7 +1,6 @@
-"""Connections of clients, guarded: how many, how slow, how much of a head, and what a malformed one is told.
+"""Connections of clients, guarded: how many, how slow, how much of a head.
 
-Owns: every limit on a connection before and after a request. Must never: log what a client sent, since a head that
-could not be parsed may hold a key.
+Owns: every limit on a connection before and after a request. Must never: look at what a client sent.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.admission.cache_salt import NO_SALT
 from gateway.knowledge.token_bound import NORMALIZER_SLACK, TokenBound, token_bound
 from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PromptWork
@@ -66,8 +67,8 @@ async def test_a_huge_text_is_refused_without_tokenising_it() -> None:
     for request, param in ((parse_chat(b'{"model":"m","messages":[{"role":"user","content":"' + text + b'"}]}'),
                             "messages"), (parse_completion(b'{"model":"m","prompt":"' + text + b'"}'), "prompt")):
         with pytest.raises(ApiError) as refused:
-            await work.prepare(renderer, request, num_body_bytes=len(text), schemes=[], extra_keys=(),
-                               limit=PromptLimit(4096, TokenBound(1), param))
+            await work.prepare(renderer, request, num_body_bytes=len(text), schemes=[],
+                               salt_of=lambda prompts: NO_SALT, limit=PromptLimit(4096, TokenBound(1), param))
         assert (refused.value.status, refused.value.param) == (400, param)
         assert "at least 20000" in refused.value.message
         assert "4096" in refused.value.message
