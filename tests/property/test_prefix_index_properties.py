@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
+from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculation
 from tests.support.routing_chains import ENDPOINTS, Path, chain_of, name_of, paths, prefixes_of
 
 ROOMY_BYTES = 1 << 40
@@ -178,5 +178,6 @@ def test_a_small_index_stays_small_and_never_claims_too_much(
                 index.remove(endpoint_id, chain_of(path)[-1:])
         small.check_invariants()
         believed, true = small.match(chain_of(path), 0.0), roomy.match(chain_of(path), 0.0)
+        # Bets may differ: what was evicted here is bet on again, and a bet outlives a removal that it never heard of.
         for endpoint_id, match in believed.items():
-            assert sum(match) <= sum(true[endpoint_id])
+            assert match.confirmed_blocks <= true.get(endpoint_id, NO_MATCH).confirmed_blocks
