@@ -1,4 +1,4 @@
-"""Hypothesis draws the same examples in every run, so that a red run is red again; HEADSTART_FUZZ=1 draws fresh ones."""
+"""Hypothesis draws the same examples in every run, so that red stays red; HEADSTART_FUZZ=1 draws fresh ones."""
 
 from __future__ import annotations
 
