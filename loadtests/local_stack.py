@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -46,7 +46,6 @@ class Child:
     log: IO[bytes]
     admin_token: str | None = None
     worker_token: str | None = None
-    extra: dict[str, str] = field(default_factory=dict)
 
     def log_tail(self, num_bytes: int = 3000) -> str:
         """The last lines the child printed."""
@@ -65,7 +64,7 @@ class Child:
         raise StackError(f"{self.url}{path} was not ready after {timeout_s:.0f} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to this child alone when it does not end in time."""
+        """SIGINT, as Ctrl-C does, then SIGKILL to this child alone when it does not end in time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -99,6 +98,16 @@ def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = No
 
 
 @contextlib.contextmanager
+def _running(child: Child, *, wait: bool) -> Iterator[None]:
+    try:
+        if wait:
+            child.wait_ready()
+        yield
+    finally:
+        child.stop()
+
+
+@contextlib.contextmanager
 def running_stack(*, workers: int, model: str, arguments: Sequence[str] = (), wait: bool = True) -> Iterator[Child]:
     """`headstart up` on a free port: yields it ready, and stops it at the end."""
     port = free_port()
@@ -110,12 +119,8 @@ def running_stack(*, workers: int, model: str, arguments: Sequence[str] = (), wa
         env={"HEADSTART_ADMIN_TOKEN": token, "HEADSTART_WORKER_TOKEN": worker_token},
     )
     child.admin_token, child.worker_token = token, worker_token
-    try:
-        if wait:
-            child.wait_ready()
+    with _running(child, wait=wait):
         yield child
-    finally:
-        child.stop()
 
 
 @contextlib.contextmanager
@@ -127,9 +132,5 @@ def running_worker(
     child = start(
         ["worker", "--model", model, "--port", str(port), *arguments], url=f"http://127.0.0.1:{port}", env=env
     )
-    try:
-        if wait:
-            child.wait_ready()
+    with _running(child, wait=wait):
         yield child
-    finally:
-        child.stop()
