@@ -1,7 +1,7 @@
 """A client has said all it had to say: it waits for its answer, or it has left. The same bytes arrive either way.
 
-Owns: finding out. A host whose socket is closed answers the next byte with a reset, one that only stopped sending takes
-it. So something harmless is sent, and the connection's state is looked at until the answer has ended.
+Owns: finding out. A host whose socket is closed answers the next byte with a reset, one that only stopped sending
+takes it. So something harmless is sent, and the connection's state is looked at until the answer has ended.
 Must never: send what the answer could not hold there: an interim 100 before it, a comment between two events.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 1.0
-# HTTP/1.0 has no interim answers. Proxies that speak it close when their own client leaves, so it has left, unless the
-# answer begins within this.
+# HTTP/1.0 has no interim answers. Proxies that speak it close when their own client leaves, so it has left, unless
+# the answer begins within this.
 UNPROBED_WAIT_S = 0.5
 _TCP_CLOSE = 7
 CAN_TELL = hasattr(socket, "TCP_INFO")

@@ -120,8 +120,8 @@ def document(served: Iterable[Served], *, has_tenants: bool, root_path: str = ""
         "openapi": "3.1.0",
         "info": {"title": "headstart gateway", "version": __version__,
                  "description": "OpenAI's API in front of workers that share prefixes. Unknown fields are ignored "
-                                "or passed to engines that may know them; null means absent; integers have no fraction, "
-                                "not even .0."},
+                                "or passed to engines that may know them; null means absent; integers have no "
+                                "fraction, not even .0."},
         "servers": [{"url": root_path.rstrip("/") or "/"}],
         "paths": paths,
         "components": {"schemas": components(), "securitySchemes": {

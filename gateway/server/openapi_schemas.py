@@ -83,7 +83,8 @@ _CALLS: Json = {**_list_of(_object(
 _MESSAGE: Json = {"anyOf": [
     _object({"role": {"type": "string", "enum": list(ROLES)}, "content": _CONTENT}, name=_nullable(_TEXT),
             tool_call_id=_nullable(_TEXT)),
-    _object({"role": {"const": "assistant"}, "tool_calls": _CALLS}, content=_nullable(_CONTENT), name=_nullable(_TEXT))]}
+    _object({"role": {"const": "assistant"}, "tool_calls": _CALLS}, content=_nullable(_CONTENT),
+            name=_nullable(_TEXT))]}
 _TOOL = _object({"type": {"const": "function"}, "function": _object(
     {"name": {**_TEXT, "minLength": 1}}, description=_nullable(_TEXT), parameters=_nullable({"type": "object"}))})
 _IDS: Json = _list_of({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
