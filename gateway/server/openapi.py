@@ -150,7 +150,7 @@ def _responses(known: Operation, *, has_tenants: bool) -> Json:
                                           else {"type": "string"}}}
     headers = _headers(known)
     if known.streams:
-        content[_STREAM] = {"schema": {"type": "string"}}
+        content[_STREAM] = {"schema": ref("Event")}
     found: Json = {str(known.success): {"description": known.summary, "content": content, "headers": headers}}
     unless_tenants = () if known.key == _ADMIN or has_tenants else (401, 403)
     for status in sorted({*_ANY_ROUTE, *known.errors} - set(unless_tenants)):

@@ -115,5 +115,7 @@ _ANSWERS: Json = {
     "WorkerState": _object({"id": _TEXT, "state": _TEXT}),
     "Explanation": _object({"decision": _nullable({"type": "object"})}, reason=_TEXT, detail=_TEXT,
                            prompt_tokens=_COUNT, candidates=_list_of({"type": "object"})),
+    # One server-sent event. `data` is a chunk as JSON, or [DONE]; the event `error` carries an Error.
+    "Event": _object({"data": _TEXT}, event=_TEXT, id=_TEXT),
     "AnyObject": {"type": "object"},
 }
