@@ -1,8 +1,8 @@
 """What the gateway benchmarks ask: seeded chats of three shapes, and a small real tokenizer for them.
 
 `SHORT` (1 KB) and `LONG` (32 KB) chats have a beginning that 16 groups of clients share and a last message that
-nobody sent before, 256 and 1,024 bytes long: what an assistant's second user, or the next turn of a conversation, looks
-like. `DISTINCT` chats (8 KB) share nothing with anybody.
+nobody sent before, 256 and 1,024 bytes long: what an assistant's second user, or the next turn of a conversation,
+looks like. `DISTINCT` chats (8 KB) share nothing with anybody.
 """
 
 from __future__ import annotations
