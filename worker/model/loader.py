@@ -166,8 +166,8 @@ def _max_context(name: str, config: Any) -> int:
         if isinstance(part, dict) and part.get("rope_type") in _ROPES_THAT_TURN:
             sound = int(part.get("original_max_position_embeddings") or longest)
             if sound < longest:
-                logger.warning("%s is served up to %d positions of %d: beyond them its %s rope gives every key another "
-                               "value, so no prefix could be shared", name, sound, longest, part["rope_type"])
+                logger.warning("%s is served up to %d positions of %d: beyond them its %s rope gives every key "
+                               "another value, so no prefix could be shared", name, sound, longest, part["rope_type"])
                 longest = sound
     return longest
 

@@ -1,8 +1,9 @@
 """A mixture of experts whose bits depend on each row alone: what strict mode runs in place of transformers' own.
 
 Each expert computes the rows that chose it, padded to a multiple for which a row's bits do not depend on their number
-(strict_attention says why), and every row's outputs are added in the order of the experts. A product of one column, as
-gates of shared experts are, goes another way in BLAS for each number of rows, so it is made wider. Slow; owns no state.
+(strict_attention says why), and every row's outputs are added in the order of the experts. A product of one column,
+as gates of shared experts are, goes another way in BLAS for each number of rows, so it is made wider. Slow; owns no
+state.
 """
 
 from __future__ import annotations
