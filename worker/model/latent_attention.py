@@ -28,8 +28,9 @@ def is_latent(module: Any) -> bool:
 
 def into_latent_space(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Queries [heads, rows, nope + rope] as [heads, rows, latent + rope], to be multiplied with stored keys."""
-    plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    return torch.cat((torch.bmm(plain, _expansion(module)[:, :module.qk_nope_head_dim]), rotated), dim=-1)
+    plain_dim = module.qk_nope_head_dim
+    absorbed = torch.bmm(query[..., :plain_dim], _expansion(module)[:, :plain_dim])
+    return torch.cat((absorbed, query[..., plain_dim:]), dim=-1)
 
 
 def out_of_latent_space(module: Any, out: torch.Tensor) -> torch.Tensor:

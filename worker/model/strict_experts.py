@@ -47,7 +47,7 @@ def _widened(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 def _experts(module: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`rows` [n, hidden], each through its `chosen` [n, k] experts, summed with `weights` [n, k]."""
     out = torch.zeros_like(rows)
-    for expert in chosen.unique().tolist():    # sorted
+    for expert in sorted(set(chosen.flatten().tolist())):
         row_ids, ranks = torch.where(chosen == expert)
         inner = pad(rows[row_ids], (0, 0, 0, -len(row_ids) % ROW_MULTIPLE))
         inner = module._apply_gate(linear(inner, module.gate_up_proj[expert]))
