@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker clean
+.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker soak clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -62,6 +62,10 @@ bench-gateway: dev
 # The data path against other commits, interleaved: make bench-relay ARGS="--against main"
 bench-relay: dev
 	$(PY) -m loadtests.bench.relay $(ARGS)
+
+# A million requests over stub workers and 20,000 over real ones: make soak ARGS="--requests 20000 --real-requests 500"
+soak: dev
+	$(PY) -m loadtests.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

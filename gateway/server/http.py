@@ -86,8 +86,8 @@ class Routes:
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error)
-            if isinstance(error, UnclearHead):
-                response.force_close()  # where the next request begins is anybody's guess
+            if isinstance(error, UnclearHead) or error.status in (408, 413):
+                response.force_close()  # where the next request begins is anybody's guess, or far away
         except ClientLeft as left:
             if request.transport is not None:
                 request.transport.abort()
