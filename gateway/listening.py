@@ -1,7 +1,8 @@
 """Listening sockets, opened once and before anything else, so that a port in use ends the start with one line.
 
 Owns: how an address becomes sockets. With several processes each has sockets of its own on the same port
-(SO_REUSEPORT), which the supervisor holds open: connections that wait in one survive the process that was to take them.
+(SO_REUSEPORT), which the supervisor holds open: a connection that waits in one survives the process that was to take
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`headstart gateway`: flags, environment and file into a GatewayConfig, then the server, or a supervisor of several."""
+"""`headstart gateway`: flags, environment and file into a GatewayConfig, then the server, or several of them."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Supervisor:
 
 def backoff_s(deaths: int) -> float:
     """How long after so many deaths in a row a child starts again."""
-    return min(BACKOFF_S * 2 ** (deaths - 1), BACKOFF_MAX_S)
+    return min(BACKOFF_S * 2.0 ** (deaths - 1), BACKOFF_MAX_S)
 
 
 def python_command() -> tuple[str, ...]:

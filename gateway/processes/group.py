@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
 
 from gateway.config import GatewayConfig
 from gateway.listening import ListenError, open_listeners, port_of
@@ -65,7 +67,8 @@ async def _serve(new_group: Callable[[], Group], read_config: ReadConfig) -> int
         starting = asyncio.create_task(group.start())
         stopping = asyncio.create_task(stops.get())
         reloading = asyncio.create_task(_reload_when_told(group, read_config, reloads, starting))
-        await asyncio.wait([stopping, group.failed], return_when=asyncio.FIRST_COMPLETED)
+        first: list[asyncio.Future[Any]] = [stopping, group.failed]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         for task in (starting, reloading):
             task.cancel()
         if not stopping.done():
@@ -122,10 +125,12 @@ class Group:
         self._write_admin_token()
         self._watch(self._keep_metrics())
         for slot in range(self._num_slots):
-            await self._start(slot, accepts_at_once=True)
+            # The others accept once they are ready: "ready" from the first must not mean "no worker" from them.
+            await self._start(slot, accepts_at_once=slot == 0)
             if slot == 0:
-                while not self._is_serving(self._current[0]):
-                    await asyncio.sleep(POLL_S)
+                async for _ in _ticks(math.inf):  # ends with `failed` at the latest
+                    if self._is_serving(self._current[0]):
+                        break
                 self._settled = True
         _log.info("processes_started", processes=self._num_slots, port=port_of(self._listeners[0]))
 
@@ -133,7 +138,7 @@ class Group:
         """Replace every process by a new one, one after the other, each only once its successor is ready."""
         if (config.host, config.port, config.ops_port, config.processes) != (
                 self._config.host, self._config.port, self._config.ops_port, self._config.processes):
-            _log.warning("settings_kept", reason="address, ports and the number of processes change by a restart only")
+            _log.warning("settings_kept", reason="address, ports and number of processes change by a restart only")
         _log.info("reload_started", processes=self._num_slots)
         for slot in range(self._num_slots):
             if not await self._replace(slot, config):
@@ -144,12 +149,12 @@ class Group:
         """Pass the signal on and wait; a second one is passed on too. What outlives the drain is killed."""
         self._stopping.set()
         limit_s = self._config.drain_delay_s + self._config.drain_s + STOP_MARGIN_S
-        deadline = time.monotonic() + limit_s
         self._signal_all(signum)
-        while self._children and time.monotonic() < deadline:
+        async for _ in _ticks(limit_s):
+            if not self._children:
+                return
             with contextlib.suppress(asyncio.QueueEmpty):
                 self._signal_all(again.get_nowait())
-            await asyncio.sleep(POLL_S)
         if self._children:
             _log.warning("processes_killed", processes=len(self._children), limit_s=limit_s)
             self._signal_all(signal.SIGKILL)
@@ -158,8 +163,9 @@ class Group:
         """Nothing of ours is left."""
         self._stopping.set()
         self._signal_all(signal.SIGKILL)
-        while self._children:
-            await asyncio.sleep(POLL_S)
+        async for _ in _ticks(STOP_MARGIN_S):
+            if not self._children:
+                break
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -181,12 +187,12 @@ class Group:
 
     async def _free_row(self, slot: int) -> int:
         """The slot's row that nobody sits in; the processes that finish are given their time."""
-        while True:
+        async for _ in _ticks(math.inf):  # _end_by() frees one
             taken = {child.seat.row for child in self._children}
             for row in (slot, slot + self._num_slots):
                 if row not in taken:
                     return row
-            await asyncio.sleep(POLL_S)
+        raise AssertionError("unreachable")
 
     def _seat(self, slot: int, row: int, line: int, *, accepts_at_once: bool) -> Seat:
         return Seat(slot=slot, row=row, segment=self._segment_file, line=line, accepts_at_once=accepts_at_once,
@@ -198,9 +204,9 @@ class Group:
     async def _until_ended(self, child: Child) -> None:
         code = await child.process.wait()
         slot, row = child.seat.slot, child.seat.row
+        self._segment.clear_row(row)
         await child.line.close()
         self._metrics.end(row)
-        self._segment.clear_row(row)
         self._children.discard(child)
         if self._current[slot] is child:
             self._current[slot] = self._successors[slot]
@@ -225,11 +231,9 @@ class Group:
 
     async def _replace(self, slot: int, config: GatewayConfig) -> bool:
         successor = self._successors[slot] = await self._start(slot, accepts_at_once=False)
-        deadline = time.monotonic() + config.sync_timeout_s + READY_MARGIN_S
-        while successor.process.returncode is None and time.monotonic() < deadline:
-            if self._is_serving(successor):
+        async for _ in _ticks(config.sync_timeout_s + READY_MARGIN_S):
+            if self._is_serving(successor) or successor.process.returncode is not None:
                 break
-            await asyncio.sleep(POLL_S)
         self._successors[slot] = None
         if not self._is_serving(successor):
             successor.leaving = True
@@ -292,3 +296,11 @@ class Group:
             return
         if path is not None:
             _log.info("admin_token_written", file=str(path))
+
+
+async def _ticks(limit_s: float) -> AsyncIterator[None]:
+    """At once and then every POLL_S, for so long."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        yield
+        await asyncio.sleep(POLL_S)

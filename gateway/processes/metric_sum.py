@@ -1,6 +1,6 @@
 """Metrics of several processes as those of one gateway.
 
-Owns: how each kind of series is put together, and what ended processes had counted. Pure: snapshots come in as values.
+Owns: how each kind of series is put together, and what ended processes had counted. Snapshots come in as values.
 Counters and histograms are summed, with those of processes that are no more, so that they never go back. Gauges say
 the same in every process or are at their worst in one (the greatest), except those that are parts of a whole (the
 sum). What each process counts of the same happening is not summed.
@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 Snapshot = list[list[Any]]
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -85,11 +86,11 @@ class MetricSum:
 def exposition(families: Iterable[Metric]) -> bytes:
     """The text for Prometheus."""
     registry = CollectorRegistry()
-    registry.register(_Fixed(families))  # type: ignore[arg-type]
+    registry.register(_Fixed(families))
     return generate_latest(registry)
 
 
-class _Fixed:
+class _Fixed(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
 

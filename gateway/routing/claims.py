@@ -46,6 +46,11 @@ class Speculation:
     def endpoint_id(self) -> str:
         return self._claims.endpoint_id
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the bet added; the others were known to be there."""
+        return len(self._blocks)
+
     def take(self) -> tuple[Claims, list[int]]:
         """Whose claims and which blocks, first to last; the second time there are none."""
         blocks, self._blocks = self._blocks, []

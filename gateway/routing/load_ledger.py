@@ -37,11 +37,8 @@ class Account:
         self.queued_prefill_tokens = 0
         self.decode_context_tokens = 0
 
-    def add(self, inflight: int, prefill_tokens: int, context_tokens: int) -> None:
-        """What a booking takes or gives back."""
-        self.num_inflight += inflight
-        self.queued_prefill_tokens += prefill_tokens
-        self.decode_context_tokens += context_tokens
+    def changed(self) -> None:
+        """A booking has taken something or given it back; for accounts that others read."""
 
     def close(self) -> None:
         """Nobody reads it any more; open bookings may still give back."""
@@ -64,14 +61,18 @@ class Booking:
         self._prefill_tokens = prefill_tokens
         self._context_tokens = context_tokens
         self._state = "prefill"
-        account.add(1, prefill_tokens, 0)
+        account.num_inflight += 1
+        account.queued_prefill_tokens += prefill_tokens
+        account.changed()
 
     def prefill_done(self) -> None:
         """At the first byte: the prompt is no longer queued work, it is context that decode steps read."""
         if self._state != "prefill":
             return
         self._state = "decode"
-        self._account.add(0, -self._prefill_tokens, self._context_tokens)
+        self._account.queued_prefill_tokens -= self._prefill_tokens
+        self._account.decode_context_tokens += self._context_tokens
+        self._account.changed()
 
     def release(self) -> None:
         """When the request has ended, however it ended."""
@@ -79,7 +80,9 @@ class Booking:
             return
         self.prefill_done()
         self._state = "released"
-        self._account.add(-1, 0, -self._context_tokens)
+        self._account.decode_context_tokens -= self._context_tokens
+        self._account.num_inflight -= 1
+        self._account.changed()
 
     @property
     def released(self) -> bool:

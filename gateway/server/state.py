@@ -13,6 +13,7 @@ from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.access import Access
 from gateway.server.admission import Admission
 from gateway.server.metrics import GatewayMetrics
+from gateway.shared.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,12 @@ class GatewayState:
     admission: Admission
 
 
-def new_state(config: GatewayConfig, table: EndpointTable, access: Access) -> GatewayState:
-    """Empty tables for these workers."""
-    index, ledger = PrefixIndex(config.index_max_bytes), LoadLedger()
+def new_state(config: GatewayConfig, table: EndpointTable, access: Access,
+              membership: Membership | None = None) -> GatewayState:
+    """Empty tables for these workers; what several processes share comes from their membership."""
+    index, ledger = PrefixIndex(config.index_max_bytes), LoadLedger() if membership is None else membership.ledger
     writer = IndexWriter(index)
-    admission, metrics = Admission(config, table), GatewayMetrics(table, index, ledger)
+    admission, metrics = Admission(config, table, membership), GatewayMetrics(table, index, ledger)
     metrics.watch_queue(lambda: admission.num_waiting)
     return GatewayState(config, table, index, ledger, writer, Joining(table), metrics,
                         access, admission)

@@ -1,7 +1,7 @@
 """Which lives of which workers an operator drained, for every process of a gateway, also one that starts later.
 
-Owns: the list in shared memory, written under the lock; the oldest of DRAINS_MAX is forgotten. A drain is for one life
-of a worker: its next life begins without.
+Owns: the list in shared memory, written under the lock; the oldest of DRAINS_MAX is forgotten. A drain is for one
+life of a worker: its next life begins without.
 """
 
 from __future__ import annotations

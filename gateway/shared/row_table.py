@@ -22,7 +22,7 @@ class RowTable:
         self._segment = segment
         self._layout = layout
         self._columns: dict[str, int | None] = {}
-        self.words = segment.words
+        self.words, self.reals = segment.words, segment.reals
         self.row = row
         self.num_rows = segment.num_rows
 

@@ -1,7 +1,7 @@
 """The memory that the processes of one gateway share: its layout, who lives in which row, and the one tiny lock.
 
 A row belongs to one process from its start to its end, and only that process writes there; readers sum over rows. The
-supervisor alone hands rows out and zeroes the row of a process that has ended, so whatever it counted is gone with it.
+supervisor alone hands rows out and zeroes the row of a process that has ended, so what it counted is gone with it.
 What several processes write (names of columns, tenants' buckets, drains) is written under the lock. The kernel
 takes the lock from a process that dies, and nobody waits longer than LOCK_WAIT_MAX_S: a process that was stopped at
 the wrong moment must not stop the others, and one request too many is better than none.
@@ -27,12 +27,11 @@ import xxhash
 
 WORD_BYTES = 8
 MAGIC = 0x6865_6164_0001
-PROCESSES_MAX = 64
 ENDPOINTS_MAX = 4096
 LINES_MAX = 256
 TENANTS_MAX = 16_384
 DRAINS_MAX = 1024
-ENDPOINT_FIELDS = 4
+ENDPOINT_FIELDS = 8
 LINE_FIELDS = 3
 TENANT_FIELDS = 1
 BUCKET_WORDS = 4
@@ -107,6 +106,10 @@ class Segment:
         self.words = memory.cast("q")
         self.reals = memory.cast("d")
         self.array = np.frombuffer(memory, np.int64)
+
+    def close(self) -> None:
+        """Let go of the file; the memory goes with the last view of it."""
+        os.close(self._descriptor)
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 

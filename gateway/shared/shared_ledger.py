@@ -1,8 +1,9 @@
 """The load ledger over all processes of a gateway: this process's bookings in its row, sums over the rows.
 
 Owns: this process's accounts in shared memory. What a booking is and when it gives back is routing.load_ledger's.
-A cell carries the epoch it counts for: sums take in only what other processes have there in the same life of the
-worker, and an account whose life is over is cut off from its cell.
+A cell is the epoch it counts for, then the figures of a LoadView as 64-bit floats (whole numbers are exact to 2**53).
+Sums take in only what other processes have there in the same life of the worker, and an account whose life is over is
+cut off from its cell.
 """
 
 from __future__ import annotations
@@ -11,44 +12,44 @@ import numpy as np
 
 from gateway.routing.load_ledger import NO_LOAD, Account, LoadLedger, LoadView
 from gateway.shared.row_table import RowTable
-from gateway.shared.segment import key_of
+from gateway.shared.segment import ENDPOINT_FIELDS, key_of
 
-EPOCH, INFLIGHT, PREFILL, CONTEXT = range(4)
+EPOCH, FIGURES = 0, 1
+NUM_FIGURES = len(LoadView._fields)
 # Below this many words a loop over lists is faster than numpy.
-NUMPY_FROM_WORDS = 256
+NUMPY_FROM_WORDS = 512
+_KINDS = tuple(type(value) for value in NO_LOAD)
+
+assert FIGURES + NUM_FIGURES <= ENDPOINT_FIELDS, "a LoadView has more figures than a cell"
 
 
 class SharedAccount(Account):
-    """One endpoint's account whose sums are also in this process's row."""
+    """One endpoint's account whose figures are also in this process's row."""
 
-    __slots__ = ("_table", "column")
+    __slots__ = ("_at", "_stride", "_table", "column")
 
     def __init__(self, epoch: str, table: RowTable, column: int) -> None:
         super().__init__(epoch)
         self._table: RowTable | None = table
         self.column = column
-        self._empty()
+        self._at = table.own(column, FIGURES)
+        self._stride = table.num_rows
+        self.changed()
         table.words[table.own(column, EPOCH)] = key_of(epoch)
 
-    def add(self, inflight: int, prefill_tokens: int, context_tokens: int) -> None:
+    def changed(self) -> None:
         """See Account."""
-        super().add(inflight, prefill_tokens, context_tokens)
-        table = self._table
-        if table is not None:
-            words, at, rows = table.words, table.own(self.column, INFLIGHT), table.num_rows
-            words[at] = self.num_inflight
-            words[at + rows] = self.queued_prefill_tokens
-            words[at + 2 * rows] = self.decode_context_tokens
+        if self._table is not None:
+            reals, at = self._table.reals, self._at
+            for figure in self.view():
+                reals[at] = figure
+                at += self._stride
 
     def close(self) -> None:
         """The cell is another life's from now on."""
-        self._empty()
-        self._table = None
-
-    def _empty(self) -> None:
-        if (table := self._table) is not None:
-            for field in (EPOCH, INFLIGHT, PREFILL, CONTEXT):
-                table.words[table.own(self.column, field)] = 0
+        if self._table is not None:
+            self._table.words[self._table.own(self.column, EPOCH)] = 0
+            self._table = None
 
 
 class SharedLedger(LoadLedger):
@@ -67,7 +68,7 @@ class SharedLedger(LoadLedger):
 
     def loads(self) -> dict[str, LoadView]:
         """See LoadLedger."""
-        if len(self._accounts) * 4 * self._table.num_rows >= NUMPY_FROM_WORDS:
+        if len(self._accounts) * ENDPOINT_FIELDS * self._table.num_rows >= NUMPY_FROM_WORDS:
             return self._many()
         return {endpoint_id: self._sum(account) if isinstance(account, SharedAccount) else account.view()
                 for endpoint_id, account in self._accounts.items()}
@@ -77,24 +78,33 @@ class SharedLedger(LoadLedger):
         return super()._open(endpoint_id, epoch) if column is None else SharedAccount(epoch, self._table, column)
 
     def _sum(self, account: SharedAccount) -> LoadView:
-        table, rows = self._table, self._table.num_rows
+        """Its own figures, and those of other rows that have any."""
+        own, table, rows = account.view(), self._table, self._table.num_rows
         at = table.at(account.column, EPOCH)
-        cells = table.words[at:at + 4 * rows].tolist()
-        epoch = cells[table.row]
-        inflight = prefill = context = 0
-        for row in range(rows):
-            if cells[row] == epoch:
-                inflight += cells[row + rows]
-                prefill += cells[row + 2 * rows]
-                context += cells[row + 3 * rows]
-        return LoadView(inflight, prefill, context)
+        epochs = table.words[at:at + rows].tolist()
+        epoch = epochs[table.row]
+        others = [row for row in range(rows) if epochs[row] == epoch and row != table.row]
+        if not others:
+            return own
+        reals, sums = table.reals, [float(figure) for figure in own]
+        for row in others:
+            cell = at + rows + row
+            for figure in range(NUM_FIGURES):
+                sums[figure] += reals[cell]
+                cell += rows
+        return _view(sums)
 
     def _many(self) -> dict[str, LoadView]:
         shared = {endpoint_id: account for endpoint_id, account in self._accounts.items()
                   if isinstance(account, SharedAccount)}
         cells = self._table.cells(1 + max((account.column for account in shared.values()), default=0))
-        same_life = cells[:, EPOCH, :] == cells[:, EPOCH, self._table.row][:, np.newaxis]
-        sums = np.where(same_life[:, np.newaxis, :], cells[:, 1:, :], 0).sum(axis=2).tolist()
-        found = {endpoint_id: LoadView(*sums[account.column]) for endpoint_id, account in shared.items()}
+        epochs, figures = cells[:, EPOCH, :], cells[:, FIGURES:FIGURES + NUM_FIGURES, :].view(np.float64)
+        same_life = epochs == epochs[:, self._table.row][:, np.newaxis]
+        sums = np.where(same_life[:, np.newaxis, :], figures, 0.0).sum(axis=2).tolist()
+        found = {endpoint_id: _view(sums[account.column]) for endpoint_id, account in shared.items()}
         return found | {endpoint_id: account.view() for endpoint_id, account in self._accounts.items()
                         if endpoint_id not in found}
+
+
+def _view(figures: list[float]) -> LoadView:
+    return LoadView._make([kind(figure) for kind, figure in zip(_KINDS, figures, strict=True)])

@@ -20,10 +20,10 @@ INSIDE = 0
 class Meter(Protocol):
     """What admission asks of a tenant's meter; TenantMeter is one."""
 
-    def enter(self, now: float) -> OverLimit | None: ...  # noqa: D102
-    def leave(self) -> None: ...  # noqa: D102
-    def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None: ...  # noqa: D102
-    def take_output(self, num_tokens: int, now: float) -> None: ...  # noqa: D102
+    def enter(self, now: float) -> OverLimit | None: ...
+    def leave(self) -> None: ...
+    def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None: ...
+    def take_output(self, num_tokens: int, now: float) -> None: ...
 
 
 class SharedMeter:
