@@ -153,8 +153,8 @@ class GuardedConnection(PrivateConnection):
         """The head is complete and its handler begins; the body has limits of its own."""
         self._busy = True
         self._stop()
-        if self._half_closed is not None:
-            self._end_open_bodies()
+        if self._half_closed is not None or self._is_lost():
+            self._end_open_bodies()  # of this request as well, should it not have begun when that was found out
 
     def answered(self) -> None:
         """The handler has ended; what it returned is now written."""

@@ -18,6 +18,7 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.relay.relay import ClientLeft
+from gateway.server.strict_head import UnclearHead, check_head
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.logs import get_logger
 
@@ -85,6 +86,8 @@ class Routes:
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error)
+            if isinstance(error, UnclearHead):
+                response.force_close()  # where the next request begins is anybody's guess
         except ClientLeft as left:
             if request.transport is not None:
                 request.transport.abort()
@@ -112,6 +115,7 @@ class Routes:
         return headers
 
     async def _answer(self, request: BaseRequest) -> web.StreamResponse:
+        check_head(request)
         if request.method == "OPTIONS" and self._cors_origins and "Origin" in request.headers:
             return web.Response(status=204, headers={
                 "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600",

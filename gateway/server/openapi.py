@@ -25,10 +25,11 @@ _STATUS_WORDS = {
     400: "The request is wrong; `param` says where.", 401: "No valid key.", 403: "Not allowed with this key.",
     404: "There is no such thing here.", 408: "The body did not arrive in time.", 409: "Not in this state.",
     413: "The body is too large.", 415: "The body's encoding is not accepted.",
+    417: "`Expect` says something other than 100-continue.", 505: "Not HTTP/1.1 or HTTP/1.0.",
     429: "Not now: a limit or a full queue. Retry-After says when.",
     500: "Our bug; the log says which.", 502: "No worker answered well.", 503: "No worker is ready.",
     504: "The worker did not answer in time."}
-_ANY_ROUTE = (400, 405, 417, 500)
+_ANY_ROUTE = (400, 417, 500, 505)
 _BODY = (408, 413, 415)
 _GENERATE = (401, 403, 404, 429, 502, 503, 504)
 _TENANT, _ADMIN = "tenant", "admin"
