@@ -299,7 +299,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     def note(trial: Trial) -> None:
-        print(f"trial {trial.number}: killed with {trial.streams_between} of {trial.streams_on_victim} streams between, "
+        print(f"trial {trial.number}: killed with {trial.streams_between} of {trial.streams_on_victim} streams open, "
               f"{trial.mean_done_ratio:.0%} done on average; {trial.migrations} moved, {len(trial.errors)} errors, "
               f"{trial.different} different, {trial.seconds} s", flush=True)
         for error in trial.errors:
