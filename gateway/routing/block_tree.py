@@ -14,11 +14,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from gateway.routing.hash_table import HashTable
 
 ROOT = 0
 FIRST_ROWS = 64
-ROWS_AT_ONCE_MAX = 1 << 16
+VECTOR_MIN = 24  # below, numpy costs more than it saves
+ROWS_AT_ONCE_MAX = 1 << 13
 # Of the columns below: key 8, following 4, bucket 4, parent, first child, two siblings, set 4 each, touched 1; and
 # what arrays are ahead of their use.
 ROW_BYTES = 41
@@ -73,19 +76,20 @@ class BlockTree:
     def append(self, parent: int, hashes: Sequence[int], holder_set: int) -> list[int]:
         """New blocks for the chain `hashes` below `parent`, all in `holder_set`; fewer, where a hash is known."""
         blocks: list[int] = []
-        keys = array("Q", hashes)
-        while keys:
-            first, count = self._reserve(len(keys))
-            num_made = self.names.insert_run(keys[:count] if count < len(keys) else keys, first)
+        while hashes:
+            ids = self._reserve(len(hashes))
+            first, count = ids[1], len(ids) - 2
+            num_made = self.names.insert_run(hashes if count == len(hashes) else hashes[:count], first)
             if num_made < count:
-                self._free.extend(range(first + count - 1, first + num_made - 1, -1))
+                self._free.extend(ids[-2:num_made:-1])
+                ids = ids[:num_made + 2]
             if num_made:
-                self._link_run(parent, first, num_made, holder_set)
-                blocks += range(first, first + num_made)
+                self._link_run(parent, ids, holder_set)
+                blocks += ids[1:-1]
                 parent = first + num_made - 1
             if num_made < count:
                 break
-            keys = keys[count:]
+            hashes = hashes[count:]
         if blocks:
             self.leaves[parent] = None
         return blocks
@@ -96,8 +100,10 @@ class BlockTree:
         Returns the first that stays, perhaps `block` itself. An id that is free already stays free.
         """
         set_of, first_child, parent_of = self.set_of, self.first_child, self.parent
-        while block != ROOT and not set_of[block] and not first_child[block] and parent_of[block] != _FREE:
+        while not (set_of[block] or first_child[block]):  # the root is in a set
             parent = parent_of[block]
+            if parent == _FREE:
+                break
             self._unlink(block, parent)
             block = parent
         return block
@@ -153,13 +159,14 @@ class BlockTree:
         assert not any(self._touched[b] for b in self._free), "a block that is gone is marked as touched"
         assert len(self.parent) == 1 + len(seen) + len(self._free), "an id leaked"
 
-    def _link_run(self, parent: int, first: int, count: int, holder_set: int) -> None:
-        last = first + count
-        self.parent[first:last] = array("i", range(first - 1, last - 1))
+    def _link_run(self, parent: int, ids: array[int], holder_set: int) -> None:
+        """`ids` less the first and the last become a chain below `parent`."""
+        first, last = ids[1], ids[-1]
+        self.parent[first:last] = ids[:-2]
         self.parent[first] = parent
-        self.first_child[first:last] = array("i", range(first + 1, last + 1))
+        self.first_child[first:last] = ids[2:]
         self.first_child[last - 1] = 0
-        self.set_of[first:last] = array("I", [holder_set]) * count
+        self.set_of[first:last] = array("I", (holder_set,)) * (last - first)
         self._link_first(first, parent)
 
     def _link_first(self, block: int, parent: int) -> None:
@@ -173,19 +180,20 @@ class BlockTree:
             # Its recency lives on in the child, which is newer.
             del self.leaves[parent]
 
-    def _reserve(self, count: int) -> tuple[int, int]:
-        """(first id, how many): the longest run of ids on top of the free ones, at most `count`."""
+    def _reserve(self, count: int) -> array[int]:
+        """The longest run of consecutive ids on top of the free ones, at most `count`, with one more at either end:
+        the way _link_run() wants them."""
         free = self._free
         if not free:
             self._grow(count)
-        first, num = free[-1], 1
-        if count > 1:
-            run = free[:-count - 1:-1]
-            num = len(run)
-            if run != array("i", range(first, first + num)):
-                num = next(index for index, block in enumerate(run) if block != first + index)
+        run = free[:-count - 1:-1]
+        first, num = run[0], len(run)
+        ids = _ids(first - 1, num + 2)
+        if run != ids[1:-1]:
+            num = next(index for index, block in enumerate(run) if block != first + index)
+            ids = ids[:num + 2]
         del free[-num:]
-        return first, num
+        return ids
 
     def _grow(self, at_least: int = 1) -> None:
         """In steps that stay small beside the whole, and beside a turn of the event loop."""
@@ -197,21 +205,31 @@ class BlockTree:
         self.parent.extend(array("i", [_FREE]) * count)
         self._touched.extend(bytes(count))
         self.names.add_rows(count)
-        self._free.extend(range(start + count - 1, start - 1, -1))
+        self._free.frombytes(np.arange(start + count - 1, start - 1, -1, dtype=np.int32).tobytes())
 
     def _unlink(self, block: int, parent: int) -> None:
         before, after = self._previous_sibling[block], self.next_sibling[block]
-        if before:
-            self.next_sibling[before] = after
+        if before or after:
+            if before:
+                self.next_sibling[before] = after
+                self._previous_sibling[block] = 0
+            else:
+                self.first_child[parent] = after
+            if after:
+                self._previous_sibling[after] = before
+                self.next_sibling[block] = 0
         else:
-            self.first_child[parent] = after
-            if not after and parent != ROOT:
+            self.first_child[parent] = 0
+            if parent:
                 self.leaves[parent] = None
-        if after:
-            self._previous_sibling[after] = before
         self.names.delete(block)
         del self.leaves[block]
         self._touched[block] = 0
-        self.next_sibling[block] = self._previous_sibling[block] = 0
         self.parent[block] = _FREE
         self._free.append(block)
+
+
+def _ids(first: int, count: int) -> array[int]:
+    """So many consecutive ids."""
+    return array("i", range(first, first + count)) if count < VECTOR_MIN else array(
+        "i", np.arange(first, first + count, dtype=np.int32).tobytes())

@@ -9,6 +9,7 @@ Buckets grow a few at a time (linear hashing): no insertion ever pays for the wh
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +18,7 @@ SPLIT_AT_ONCE = 1024
 
 
 class HashTable:
-    """`key_of[id]` is the key of an entry; `following[id]` the next in its bucket. Readers may walk them by hand."""
+    """`key_of[id]` is the key of an entry; `following[id]` the next in its bucket, 0 also for an id in none."""
 
     __slots__ = ("following", "heads", "high_mask", "key_of", "mask", "num_entries", "split")
 
@@ -53,26 +54,26 @@ class HashTable:
         if self.num_entries > len(heads):
             self.make_room()
 
-    def insert_run(self, keys: array[int], first: int) -> int:
+    def insert_run(self, keys: Sequence[int], first: int) -> int:
         """insert() of `keys` as ids from `first` on, up to the first key that is there already; how many went in."""
-        count = len(keys)
-        self.key_of[first:first + count] = keys
+        self.key_of[first:first + len(keys)] = array("Q", keys)
         heads, following, key_of = self.heads, self.following, self.key_of
         mask, high_mask, split = self.mask, self.high_mask, self.split
-        entry = first
-        for key in keys:
+        num_inserted = len(keys)
+        for entry, key in enumerate(keys, first):
             slot = key & mask
             if slot < split:
                 slot = key & high_mask
-            head = other = heads[slot]
-            while other and key_of[other] != key:
-                other = following[other]
+            other = heads[slot]
             if other:
-                break
-            following[entry] = head
+                following[entry] = other
+                while other and key_of[other] != key:
+                    other = following[other]
+                if other:
+                    following[entry] = 0
+                    num_inserted = entry - first
+                    break
             heads[slot] = entry
-            entry += 1
-        num_inserted = entry - first
         self.num_entries += num_inserted
         while self.num_entries > len(heads):
             self.make_room()
@@ -92,6 +93,7 @@ class HashTable:
             while following[other] != entry:
                 other = following[other]
             following[other] = following[entry]
+        following[entry] = 0
         self.num_entries -= 1
 
     def make_room(self) -> None:

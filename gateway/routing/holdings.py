@@ -76,10 +76,15 @@ class Holdings:
 
     def drop(self, claims: Claims, block: int, bits: int) -> None:
         """The claim for `bits` on `block` ended: nothing below is reached through it any more."""
-        sets, number = self.sets, self._tree.set_of[block]
+        sets, set_of = self.sets, self._tree.set_of
+        number = set_of[block]
         claimed, reached = sets.claimed[number], sets.reached[number]
-        self._put(claims, block, claimed & ~bits, reached & ~bits)
         lost = reached & bits
+        if claimed == reached and not claimed & ~bits:
+            set_of[block] = NOBODY  # the usual case: nobody else claims it
+            sets.move(number, NOBODY, 1)
+        else:
+            self._put(claims, block, claimed & ~bits, reached & ~bits)
         first_child = self._tree.first_child
         if not lost or not first_child[block]:
             return

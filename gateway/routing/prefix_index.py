@@ -110,10 +110,12 @@ class PrefixIndex:
             return 0
         shift = self._shift(tier, group)
         tree, holdings, references = self._tree, self._holdings, claims.references
+        find, discard, drop = tree.find, tree.discard_childless, holdings.drop
+        set_of, claimed, confirmed_bit = tree.set_of, holdings.sets.claimed, claims.confirmed_bit
         num_dropped = 0
         for block_hash in hashes:
-            block = tree.find(block_hash)
-            if not block or not holdings.bits_of(block, claims) & claims.confirmed_bit:
+            block = find(block_hash)
+            if not block or not claimed[set_of[block]] & confirmed_bit:
                 continue
             counts = references.get(block, _ONE)
             if not counts >> shift & REFERENCES_MAX:
@@ -123,12 +125,13 @@ class PrefixIndex:
             if counts:
                 self._count(claims, block, counts)
                 if not counts & self._fast_lanes:
-                    holdings.drop(claims, block, claims.fast_bit)
-            else:
+                    drop(claims, block, claims.fast_bit)
+                continue
+            if references:
                 self._count(claims, block, _ONE)
-                claims.num_confirmed -= 1
-                holdings.drop(claims, block, claims.bits)
-                tree.discard_childless(block)
+            claims.num_confirmed -= 1
+            drop(claims, block, claims.bits)
+            discard(block)
         self._settle(0)
         return num_dropped
 

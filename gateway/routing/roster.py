@@ -78,9 +78,7 @@ class Roster:
         fast: dict[str, int] = {}
         remembered = self._names
         for depth, lost in ends:
-            names = remembered.get(lost, ())
-            if names == ():
-                names = self._remember(lost)
+            names = remembered[lost] if lost in remembered else self._remember(lost)
             if names is not None:
                 match = Match(depth, 0)
                 for endpoint_id in names:
@@ -107,6 +105,5 @@ class Roster:
             names = tuple(claims.endpoint_id for claims in self.owners(lost & every))
         if len(self._names) >= NAME_SETS_MAX:
             self._names.clear()
-        if names != ():
-            self._names[lost] = names
+        self._names[lost] = names
         return names
