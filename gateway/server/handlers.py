@@ -47,7 +47,7 @@ class ClientRoutes:
         routes.add("POST", "/tokenize", self._tokenize)
         routes.add("POST", "/detokenize", self._detokenize)
         for path in NOT_SERVED:
-            routes.add("POST", path, self._not_served)
+            routes.add_refusal("POST", path, self._not_served)
 
     async def _list_models(self, request: BaseRequest) -> web.Response:
         tenant = self._access.tenant_of(request)

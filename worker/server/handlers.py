@@ -19,8 +19,9 @@ from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import CompletionRequest
 from worker.protocol.api_error import ApiError
-from worker.protocol.internal_request import CACHED_TOKENS_HEADER
+from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
+from worker.protocol.told_tokens import encode_told
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import ChoiceDelta, Generation
@@ -54,7 +55,7 @@ async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
         async with _submitted(request, shell, admission, route) as generation:
             layout = _format(shell, generation, admission, route)
             if admission.body.stream:
-                return await _stream(request, generation, layout, include_usage=admission.body.include_usage)
+                return await _stream(request, generation, layout, admission)
             return await _whole(generation, layout, admission.body)
 
 
@@ -100,7 +101,7 @@ def _generation(request: web.Request, shell: Shell, admission: Admission, route:
     if isinstance(body, CompletionRequest) and body.echo:
         generation.echo([_prompt_text(prompt, serving.renderer) for prompt in body.prompts])
     if resume is not None:
-        generation.replay(admission.prompts[0][-resume.generated:], sent_chars=resume.sent_chars)
+        generation.replay(admission.generated_token_ids, sent_chars=resume.sent_chars)
     return generation
 
 
@@ -130,7 +131,7 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
     layout = (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
     if resume is not None:
-        layout.resumed(resume.choice, admission.prompts[0][-resume.generated:])
+        layout.resumed(resume.choice, admission.generated_token_ids, has_role=resume.has_role)
     return layout
 
 
@@ -146,18 +147,20 @@ async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> 
                         headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
 
 
-async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat, *,
-                  include_usage: bool) -> web.StreamResponse:
+async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,
+                  admission: Admission) -> web.StreamResponse:
+    include_usage, chunks = admission.body.include_usage, _told_chunks if admission.tells_token_ids else _chunks
     deltas = await generation.next_deltas()      # an ApiError up to here is a status, not an event
     response = await open_stream(request, {
         REQUEST_ID_HEADER: generation.request_id,
         CACHED_TOKENS_HEADER: str(generation.account().cached_tokens),
+        **({TOKEN_IDS_HEADER: TOKEN_IDS_IN_COMMENTS} if admission.tells_token_ids else {}),
     })
     # A client that leaves between two writes shows as a ConnectionError; the caller's `finally` stops the engine.
     with suppress(ConnectionError):
         try:
             while deltas:
-                if chunk_bytes := _chunks(layout, deltas):
+                if chunk_bytes := chunks(layout, deltas):
                     await response.write(chunk_bytes)
                 deltas = await generation.next_deltas()
             ending = event(layout.usage_chunk(generation.account())) if include_usage else b""
@@ -175,3 +178,12 @@ async def _stream(request: web.Request, generation: Generation, layout: Response
 
 def _chunks(layout: ResponseFormat, deltas: list[ChoiceDelta]) -> bytes:
     return b"".join(event(chunk) for delta in deltas for chunk in layout.chunks(delta))
+
+
+def _told_chunks(layout: ResponseFormat, deltas: list[ChoiceDelta]) -> bytes:
+    """As _chunks, with each delta's tokens told first, also where they have no chunk."""
+    parts = []
+    for delta in deltas:
+        events = [event(chunk) for chunk in layout.chunks(delta)]
+        parts += [encode_told(delta.choice, len(events), delta.token_ids), *events]
+    return b"".join(parts)
