@@ -23,6 +23,7 @@ from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
+from gateway.server.breakers import Breakers
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
@@ -61,8 +62,11 @@ class Placement:
 
     def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
                  withdraw: Callable[[], None], upstream_request: UpstreamRequest,
-                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool]) -> None:
+                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool],
+                 breakers: Breakers) -> None:
         self.endpoint = endpoint
+        self._breakers = breakers
+        self._pass = breakers.begin(endpoint)
         self.decision = decision
         self._booking = booking
         self._withdraw = withdraw
@@ -88,12 +92,23 @@ class Placement:
     def first_byte(self) -> None:
         """The prompt has been computed."""
         self._booking.prefill_done()
+        self._pass.answered()
+
+    def succeeded(self) -> None:
+        """The worker answered to the end."""
+        self._pass.succeeded()
+
+    def failed(self, reason: str) -> None:
+        """The worker did not answer, or not to the end. What it computed may be in its cache or not."""
+        self._breakers.failed(self.endpoint, self._pass, reason)
+        self.abandon()
 
     def release(self) -> None:
         """The request has ended; what it left in the worker's cache is for the events to tell."""
         if self._prefill_timer is not None:
             self._prefill_timer.cancel()
         self._booking.release()
+        self._pass.left()
 
     def abandon(self) -> None:
         """The worker did not take it: nothing of it will be in that cache."""
@@ -105,13 +120,15 @@ class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, max_inflight: int, notes: Notes | None = None) -> None:
+                 speculative_ttl_s: float, max_inflight: int, breakers: Breakers,
+                 notes: Notes | None = None) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
         self._policy = policy
         self._speculative_ttl_s = speculative_ttl_s
         self._max_inflight = max_inflight
+        self._breakers = breakers
         self._turns = itertools.count()
         self._notes = notes
         if notes is not None:
@@ -136,18 +153,19 @@ class Dispatcher:
             matches |= self._index.match(hashes, time.monotonic())
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
+        # When nobody serves, the policy is shown the others too and says why none of them can.
+        endpoints = self._table.serving(prompt.model) or self._table.joined(prompt.model)
         given = PickInput(
-            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in
-                       # When nobody serves, the policy is shown the others too and says why none of them can.
-                       self._table.serving(prompt.model) or self._table.joined(prompt.model)],
+            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
-            loads=loads, model=prompt.model, excluded=excluded | self._full(loads),
+            loads=loads, model=prompt.model, 
+            excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
             context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
             random_ratio=random.random(), turn=next(self._turns))
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
-            decision = self._policy(replace(given, excluded=excluded))  # a full worker is better than none
+            decision = self._policy(replace(given, excluded=excluded))  # a full or doubtful one is better than none
         if record is not None:
             record.stages["match"] = matched_at - began_at
             record.stages["pick"] = time.perf_counter() - matched_at
@@ -184,7 +202,7 @@ class Dispatcher:
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
             prefill_s, booking.prefill_done)
         return Placement(endpoint, decision, booking, upstream_request=upstream_request, prefill_timer=timer,
-                         is_replaceable=lambda: bool(self._table.serving(prompt.model)),
+                         is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers,
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import orjson
@@ -40,7 +40,8 @@ class GatewayMetrics:
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
         self._table = table
         registry = self._registry = CollectorRegistry()
-        registry.register(_StateCollector(table, index, ledger))
+        self._state = _StateCollector(table, index, ledger)
+        registry.register(self._state)
         self._requests = Counter("headstart_requests", "Requests answered.", ["route", "model", "code"],
                                  registry=registry)
         self._ttft = Histogram("headstart_time_to_first_token_seconds", "Request to first body byte.",
@@ -91,6 +92,10 @@ class GatewayMetrics:
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""
         self._queue_depth.set_function(num_waiting)
+
+    def watch_breakers(self, states: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        """Where to read the workers' breakers."""
+        self._state.breaker_states = states
 
     def render(self) -> bytes:
         """The exposition text. Any thread may ask."""
@@ -168,6 +173,7 @@ class _StateCollector(Collector):
         self._table = table
         self._index = index
         self._ledger = ledger
+        self.breaker_states: Callable[[], Iterable[tuple[str, int]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("headstart_index_blocks", "Blocks in the prefix index.",
@@ -175,6 +181,7 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily("headstart_index_bytes", "Memory of the prefix index.",
                                 value=self._index.memory_bytes())
         yield self._knowledge()
+        yield self._breakers()
         yield self._gauge("headstart_inflight", "Requests under way.",
                           lambda e: self._ledger.load(e.endpoint_id).num_inflight)
         yield self._gauge("headstart_index_lag_seconds", "Age of the last event when it was applied.",
@@ -197,6 +204,12 @@ class _StateCollector(Collector):
         for endpoint in self._table:
             for level in Knowledge:
                 family.add_metric([endpoint.endpoint_id, level.value], float(endpoint.knowledge is level))
+        return family
+
+    def _breakers(self) -> Metric:
+        family = GaugeMetricFamily("headstart_breaker_state", "0 closed, 1 half open, 2 open.", labels=["worker"])
+        for worker_id, state in self.breaker_states():
+            family.add_metric([worker_id], float(state))
         return family
 
     def _gauge(self, name: str, text: str, value: Callable[[Endpoint], float]) -> Metric:
