@@ -29,8 +29,8 @@ _STATUS_WORDS = {
     429: "Not now: a limit or a full queue. Retry-After says when.",
     500: "Our bug; the log says which.", 502: "No worker answered well.", 503: "No worker is ready.",
     504: "The worker did not answer in time."}
-_ANY_ROUTE = (400, 417, 500, 505)
-_BODY = (408, 413, 415)
+_ANY_ROUTE = (400, 415, 417, 500, 505)
+_BODY = (408, 413)
 _GENERATE = (401, 403, 404, 429, 502, 503, 504)
 _TENANT, _ADMIN = "tenant", "admin"
 
