@@ -11,6 +11,8 @@ Owns: the file's format and every complaint about it. Must never: repeat a key i
     requests_per_minute = 600
     tokens_per_minute = 200_000       # prompt tokens and generated ones
     max_concurrent = 32
+    budget_tokens = 5_000_000         # of prompts and answers in each window
+    budget_window = "day"             # hour, day, week or month, by the calendar of UTC
     min_priority = 0                  # a lower `priority` goes first, before other tenants' at the worker too
 
     [[public_prefixes]]
@@ -29,6 +31,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gateway.admission.budget import Budget, Window
 from gateway.admission.public_prefixes import PublicPrefix
 from gateway.admission.tenants import (
     HASH_PREFIX,
@@ -71,10 +74,13 @@ class _Tenant(msgspec.Struct, forbid_unknown_fields=True):
     tokens_per_minute: _Limit | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     min_priority: int = 0
+    budget_tokens: _Limit | None = None
+    budget_window: Window = Window.DAY
 
     def as_tenant(self) -> Tenant:
+        budget = None if self.budget_tokens is None else Budget(self.budget_tokens, self.budget_window)
         limits = TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent, self.weight,
-                              self.min_priority)
+                              self.min_priority, budget)
         return Tenant(self.id, own_group(self.id) if self.group is None else named_group(self.group),
                       None if self.models is None else frozenset(self.models), limits)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.admission.budget import Budget
 
 HASH_PREFIX = "sha256:"
 KEY_MAX_CHARS = 512
@@ -32,6 +33,7 @@ class TenantLimits:
     max_concurrent: int | None = None
     weight: float = 1.0
     min_priority: int | None = None
+    budget: Budget | None = None
 
 
 NO_LIMITS = TenantLimits()

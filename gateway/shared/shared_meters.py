@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from gateway.admission.budget import BudgetState
 from gateway.admission.limits import METERS_MAX, BucketState, Meters, MeterState, OverLimit, TenantMeter
 from gateway.admission.tenants import Tenant, TenantLimits
 from gateway.shared.row_table import RowTable
@@ -29,13 +30,15 @@ class Meter(Protocol):
 class SharedMeter:
     """One tenant's meter. Instants are time.monotonic(), which all processes of a machine share."""
 
-    def __init__(self, limits: TenantLimits, segment: Segment, table: RowTable, column: int) -> None:
+    def __init__(self, limits: TenantLimits, segment: Segment, table: RowTable, column: int, *,
+                 wall_offset_s: float = 0.0) -> None:
         self._segment = segment
         self._table = table
         self._column = column
         self._at = segment.layout.buckets_at + column * BUCKET_WORDS
-        self._meter = TenantMeter(limits, 0.0)
-        self._has_buckets = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+        self._meter = TenantMeter(limits, 0.0, wall_offset_s=wall_offset_s)
+        self._has_buckets = any(limit is not None for limit in (limits.requests_per_minute, limits.tokens_per_minute,
+                                                                limits.budget))
         self._is_limited = self._has_buckets or limits.max_concurrent is not None
 
     @property
@@ -81,23 +84,25 @@ class SharedMeter:
     def _load(self) -> MeterState:
         at, reals = self._at, self._segment.reals
         state = MeterState(BucketState(reals[at], reals[at + 1]), BucketState(reals[at + 2], reals[at + 3]),
-                           self.num_inside)
+                           self.num_inside, BudgetState(reals[at + 4], reals[at + 5]))
         self._meter.restore(state)
         return state
 
     def _store(self, before: MeterState) -> None:
-        requests, tokens, _ = self._meter.state(before)
+        requests, tokens, _, budget = self._meter.state(before)
         at, reals = self._at, self._segment.reals
         reals[at], reals[at + 1], reals[at + 2], reals[at + 3] = *requests, *tokens
+        reals[at + 4], reals[at + 5] = budget
 
 
 class SharedMeters:
     """See admission.limits.Meters. Tenants beyond the segment's columns are metered by each process for itself."""
 
-    def __init__(self, segment: Segment, row: int) -> None:
+    def __init__(self, segment: Segment, row: int, *, wall_offset_s: float = 0.0) -> None:
         self._segment = segment
+        self._wall_offset_s = wall_offset_s
         self._table = RowTable(segment, segment.layout.tenants, row)
-        self._local = Meters()
+        self._local = Meters(wall_offset_s=wall_offset_s)
         self._meters: dict[str, tuple[TenantLimits, SharedMeter]] = {}
 
     def of(self, tenant: Tenant, now: float) -> Meter:
@@ -109,7 +114,8 @@ class SharedMeters:
         if column is None:
             return self._local.of(tenant, now)
         assert len(self._meters) <= METERS_MAX, "more columns than there are"
-        meter = SharedMeter(tenant.limits, self._segment, self._table, column)
+        meter = SharedMeter(tenant.limits, self._segment, self._table, column,
+                            wall_offset_s=self._wall_offset_s)
         self._meters[tenant.tenant_id] = (tenant.limits, meter)
         return meter
 
