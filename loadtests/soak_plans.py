@@ -40,15 +40,16 @@ def in_chunks(body: bytes, path: bytes) -> bytes:
             b"%b0\r\n\r\n" % (path, framed))
 
 
-_WRONG: dict[str, tuple[Callable[[bytes], bytes], tuple[int, ...]]] = {
-    "no json": (lambda body: http(body[:-2]), (400,)),
-    "wrong field": (lambda body: http(b'{"temperature":"hot",' + body[1:]), (400,)),
-    "two models": (lambda body: http(b'{"model":"other",' + body[1:]), (400,)),
-    "unknown model": (lambda body: http(body.replace(b'"model":"', b'"model":"un', 1)), (404,)),
-    "no route": (lambda body: http(body, path=b"/v1/nothing"), (404,)),
-    "no http": (lambda body: b"POST /v1/chat/completions HTTP/1.1\r\nHost : x\r\n\r\n", (400,)),
-    "two framings": (lambda body: http(body, more=b"Transfer-Encoding: chunked\r\n"), (400,)),
-    "too large": (lambda body: b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n",
+_Make = Callable[[bytes, bytes], bytes]  # from a right body and its path
+_WRONG: dict[str, tuple[_Make, tuple[int, ...]]] = {
+    "no json": (lambda body, path: http(body[:-2], path=path), (400,)),
+    "wrong field": (lambda body, path: http(b'{"temperature":"hot",' + body[1:], path=path), (400,)),
+    "two models": (lambda body, path: http(b'{"model":"other",' + body[1:], path=path), (400,)),
+    "unknown model": (lambda body, path: http(body.replace(b'"model":"', b'"model":"un', 1), path=path), (404,)),
+    "no route": (lambda body, path: http(body, path=b"/v1/nothing"), (404,)),
+    "no http": (lambda body, path: b"POST %b HTTP/1.1\r\nHost : x\r\n\r\n" % path, (400,)),
+    "two framings": (lambda body, path: http(body, path=path, more=b"Transfer-Encoding: chunked\r\n"), (400,)),
+    "too large": (lambda body, path: b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n" % path,
                   (413,)),
 }
 
@@ -74,7 +75,7 @@ def plan_of(kind: str, body: bytes, expected: bytes, *, is_stream: bool, path: b
     """The request of this kind with this body."""
     if kind in _WRONG:
         make, refusals = _WRONG[kind]
-        return Plan(kind, make(body), is_stream, refusals=refusals)
+        return Plan(kind, make(body, path), is_stream, refusals=refusals)
     if kind == "chunked":
         data = in_chunks(body, path)
     else:
