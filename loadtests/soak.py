@@ -107,6 +107,8 @@ async def _show(part: Part, tally: Tally) -> None:
         share = tally.num_done / max(1, part.num_requests)
         bar = "#" * int(30 * share)
         rate = tally.num_done / (time.monotonic() - began_at)
+        if tally.problems and not is_terminal:
+            print(f"last problem: {tally.problems[-1][:400]}", file=sys.stderr)
         print(f"{part.name} [{bar:<30}] {tally.num_done:,}/{part.num_requests:,} {rate:,.0f}/s "
               f"{tally.num_problems} problems", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
 

@@ -222,7 +222,7 @@ class Lane:
                 self._documented(plan, f"{status} {code}")
             else:
                 self._tally.problem(plan, f"{answer[:300]!r}")
-        if plan.kind == "half close" or b"onnection: close" in head:
+        if plan.kind in ("half close", "http/1.0") or b"onnection: close" in head:
             self._drop()
         self.next()
 

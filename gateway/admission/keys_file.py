@@ -96,8 +96,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     public_prefixes: Annotated[list[_PublicPrefix], Meta(max_length=PUBLIC_PREFIXES_MAX)] = []
 
 
-def read_keys(text: str, api_keys: Sequence[str] = ()) -> Keys:
-    """From the file's text and `tenant=key` entries of the environment. KeysError for whatever is wrong."""
+def read_keys(text: str, api_keys: Sequence[str] = (), *, needs_keys: bool = True) -> Keys:
+    """From the file's text and `tenant=key` entries of the environment. KeysError for whatever is wrong.
+
+    Without `needs_keys` tenants may have none: there is another way in.
+    """
     try:
         file = msgspec.convert(tomllib.loads(text), _File)
     except tomllib.TOMLDecodeError as error:
@@ -110,10 +113,10 @@ def read_keys(text: str, api_keys: Sequence[str] = ()) -> Keys:
     entries = [(tenants[entry.id], _stored(key, f"tenant {entry.id!r}, key {number}", hashed_only=True))
                for entry in file.tenants for number, key in enumerate(entry.keys, 1)]
     entries += list(_from_environment(api_keys, tenants))
-    if not entries:
+    if not entries and (needs_keys or not tenants):
         raise KeysError("there is no key in it, so nobody could enter; make one with `headstart key`")
     try:
-        directory = TenantDirectory.of(entries)
+        directory = TenantDirectory.of(entries, tenants.values())
     except ValueError as error:
         raise KeysError(str(error)) from None
     return Keys(directory, tuple(map(_public_prefix, file.public_prefixes)))

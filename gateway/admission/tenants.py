@@ -92,9 +92,10 @@ class TenantDirectory:
     _by_digest: Mapping[bytes, tuple[bytes, Tenant]] = field(repr=False)
 
     @classmethod
-    def of(cls, entries: Iterable[tuple[Tenant, bytes]]) -> TenantDirectory:
-        """From (tenant, SHA-256 of one of its keys). ValueError when two tenants have the same key."""
-        tenants: dict[str, Tenant] = {}
+    def of(cls, entries: Iterable[tuple[Tenant, bytes]], keyless: Iterable[Tenant] = ()) -> TenantDirectory:
+        """From (tenant, SHA-256 of one of its keys), and tenants that may have none. ValueError when two tenants
+        have the same key."""
+        tenants = {tenant.tenant_id: tenant for tenant in keyless}
         by_digest: dict[bytes, tuple[bytes, Tenant]] = {}
         for tenant, digest in entries:
             tenants[tenant.tenant_id] = tenant

@@ -12,6 +12,7 @@ import ipaddress
 import math
 import signal
 import socket
+import ssl
 import sys
 
 import aiohttp
@@ -39,6 +40,7 @@ from gateway.server.openapi import OpenApiRoute
 from gateway.server.ops import OpsRoutes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
+from gateway.server.tls import ServerTls, TlsError
 from gateway.server.together import Together
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
@@ -89,6 +91,7 @@ class Gateway:
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
+        self._tls = _tls_of(config)
         self._runners: list[web.ServerRunner] = []
         self._sites: list[web.SockSite] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -208,12 +211,24 @@ class Gateway:
         await self._accept(listeners)
 
     async def _accept(self, listeners: list[list[socket.socket]]) -> None:
-        for routes, sockets in zip(self._routes(), listeners, strict=False):
-            await self._listen(routes, sockets)
+        contexts = (None if self._tls is None else self._tls.context, None)  # probes and scrapers come plain
+        for routes, sockets, context in zip(self._routes(), listeners, contexts, strict=False):
+            await self._listen(routes, sockets, context)
         if self._membership is not None:
             self._membership.now(RowState.SERVING)
 
-    async def _listen(self, routes: Routes, sockets: list[socket.socket]) -> None:
+    @property
+    def reads_again(self) -> bool:
+        """Whether there is something that SIGHUP would read."""
+        return self._tls is not None or self.config.keys_file is not None
+
+    def reload(self) -> None:
+        """SIGHUP: read keys and certificate again."""
+        self.state.access.reload()
+        if self._tls is not None:
+            self._tls.reload()
+
+    async def _listen(self, routes: Routes, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
         limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
                                   self.config.chunk_gap_timeout_s)
         server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
@@ -221,7 +236,7 @@ class Gateway:
         await runner.setup()
         self._runners.append(runner)
         for each in sockets:
-            site = web.SockSite(runner, each, backlog=BACKLOG)
+            site = web.SockSite(runner, each, backlog=BACKLOG, ssl_context=context)
             await site.start()
             self._sites.append(site)
 
@@ -256,8 +271,8 @@ async def _serve(config: GatewayConfig, membership: Membership | None) -> int:
     try:
         await gateway.start()
         _spare_collections()
-        if config.keys_file is not None or membership is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.state.access.reload)
+        if gateway.reads_again or membership is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
         await signals.first.wait()
         if signals.replaced:
             await gateway.retire(signals.second)
@@ -298,6 +313,13 @@ def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy, Access]:
     try:
         return EndpointTable(static_workers(config.workers)), policy_named(config.policy), Access(config)
     except (DiscoveryError, KeysError, ValueError) as error:
+        raise StartError(str(error), EXIT_USAGE) from error
+
+
+def _tls_of(config: GatewayConfig) -> ServerTls | None:
+    try:
+        return ServerTls.of(config)
+    except TlsError as error:
         raise StartError(str(error), EXIT_USAGE) from error
 
 
