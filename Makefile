@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker kill-trials soak clean
+.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker kill-trials soak isolation flood clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -66,6 +66,13 @@ bench-relay: dev
 # A million requests over stub workers and 20,000 over real ones: make soak ARGS="--requests 20000 --real-requests 500"
 soak: dev
 	$(PY) -m loadtests.soak $(ARGS)
+
+# Can a tenant tell what another has sent? And what a flooding one does to another: minutes each, on real workers.
+isolation: dev
+	$(PY) -m loadtests.isolation $(ARGS)
+
+flood: dev
+	$(PY) -m loadtests.flood $(ARGS)
 
 # Workers killed with 64 streams open: 100 trials on a tiny model, or make kill-trials ARGS="--model smollm2 --trials 10"
 kill-trials: dev
