@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from gateway.admission.forwarded import proxies_problem
 from gateway.admission.keys_file import api_keys_problem
+from gateway.admission.worker_networks import worker_networks_problem
 from gateway.routing.policies import POLICIES
 from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
@@ -53,6 +54,9 @@ class GatewayConfig:
                                    help="a port of its own for probes, metrics and /admin")
     processes: int = setting(1, bounds=(1, PROCESSES_MAX), help="processes that share the port and every limit")
     workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
+    worker_networks: tuple[str, ...] = setting(
+        (), table="server", check=worker_networks_problem,
+        help="networks and hosts where POST /admin/workers may add one; those of --worker anyhow")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
     max_connections: int = setting(16_384, bounds=(1, None), table="server", help="open connections of clients")

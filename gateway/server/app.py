@@ -42,6 +42,7 @@ from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
 from gateway.server.tls import ServerTls, TlsError
 from gateway.server.together import Together
+from gateway.server.worker_admin import WorkerAdmin
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
 from worker.protocol.logs import configure_logging, get_logger
@@ -172,6 +173,8 @@ class Gateway:
         ops.add_probes(main)
         ops.add_probes(ops_only)
         ops.add_admin(main if config.ops_port is None else ops_only)
+        WorkerAdmin(config, self.state.table, self._poll, self.state.metrics, authorise=ops.authorise,
+                    is_alone=together is None).add_to(main if config.ops_port is None else ops_only)
         if config.ops_port is not None:
             ops.add_metrics(ops_only)
         elif _is_loopback(config.host):

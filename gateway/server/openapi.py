@@ -83,6 +83,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
                                          key=_ADMIN),
     ("POST", "/admin/workers/"): Operation("No new work for this worker.", "WorkerState", errors=(401, 404),
                                            key=_ADMIN, success=202, path="/admin/workers/{worker_id}/drain"),
+    ("POST", "/admin/workers"): Operation("One more worker, until the next restart.", "WorkerState", ("WorkerBody",),
+                                          (*_BODY, 401, 403, 409), _ADMIN, success=201),
+    ("DELETE", "/admin/workers/"): Operation("A worker is forgotten; what runs there may end.", "WorkerState",
+                                             errors=(401, 404, 409), key=_ADMIN, path="/admin/workers/{worker_id}"),
     ("POST", "/admin/explain"): Operation(
         "The routing decision for a request that is not sent.", "Explanation", ("ChatBody", "CompletionBody"),
         (*_BODY, 401, 403, 404, 429, 503), _ADMIN, parameters=(_TENANT_QUERY,)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.server.worker_admin import WorkerBody
 from worker.prompt.messages import MAX_MESSAGES, MAX_TOOLS, ROLES
 from worker.prompt.request_schema import (
     MAX_PROMPTS,
@@ -52,7 +53,8 @@ def components() -> Json:
 
 
 def _requests() -> Json:
-    _, found = msgspec.json.schema_components((ChatBody, CompletionBody, TokenizeBody, DetokenizeBody),
+    _, found = msgspec.json.schema_components((ChatBody, CompletionBody, TokenizeBody, DetokenizeBody,
+                                               WorkerBody),
                                               ref_template=_REF)
     for name in ("ChatBody", "CompletionBody", "TokenizeBody"):
         fields = found[name]["properties"]
