@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: one request's life in eight steps.
+"""POST /v1/chat/completions, /v1/completions, and the APIs that become chat: one request's life in eight steps.
 
 read - parse - tokenise and hash - match, pick, book - open upstream (retrying elsewhere before the first byte) -
 relay - release - account. Owns the order of these steps and that the last two always happen.
@@ -22,19 +22,21 @@ from gateway.admission.cache_salt import with_cache_salt
 from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
-from gateway.relay.relay import ClientLeft, RelayLimits, read_whole, relay_bytes, relay_rest, relay_stream
+from gateway.relay.relay import ClientLeft, RelayLimits, Write, read_whole, relay_bytes, relay_rest, relay_stream
 from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
 from gateway.relay.sse import body_usage
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
 from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
+from gateway.server.foreign import MESSAGES, RESPONSES, Way, errors_of, set_way_back, way_back
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
 from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
+from worker.prompt.foreign_api import ForeignApi
 from worker.prompt.requests import parse_chat, parse_completion
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, WORKER_TOKEN_HEADER, encode_internal
@@ -58,10 +60,24 @@ class GenerateRoute:
     path: str
     parse: Callable[[bytes], PromptRequest]
     prompt_param: str
+    foreign: ForeignApi | None = None
+
+    @property
+    def upstream_path(self) -> str:
+        """Where engines take it."""
+        return self.path if self.foreign is None else CHAT.path
+
+    def read(self, body: bytes) -> tuple[bytes, PromptRequest, Way | None]:
+        """The body for engines, what it says, and the way back."""
+        if self.foreign is None:
+            return body, self.parse(body), None
+        read = self.foreign.read(body)
+        return read.body, read.parsed, Way(self.foreign, read.answer)
 
 
 CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
 COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
+_FOREIGN = {api.path: GenerateRoute(api.path, parse_chat, "messages", api) for api in (MESSAGES, RESPONSES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,7 @@ class Intake:
     parsed: PromptRequest
     routed: RoutedPrompt
     tenant: Tenant
+    way_back: Way | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,11 @@ class Generate:
         """POST /v1/completions."""
         return await self._serve(request, COMPLETIONS, routes.common_headers(request))
 
+    async def foreign(self, request: BaseRequest, routes: Routes, api: ForeignApi) -> web.StreamResponse:
+        """POST /v1/messages and /v1/responses: chat requests in other words."""
+        with errors_of(api):
+            return await self._serve(request, _FOREIGN[api.path], routes.common_headers(request))
+
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
         record = RequestRecord(request_id_of(request), route.path, client=self._access.client_of(request))
@@ -159,6 +181,8 @@ class Generate:
         with self._admission.enter(tenant, record) as visit:
             visit.set_deadline(request.headers.get(DEADLINE_HEADER))
             intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
+            if intake.way_back is not None:
+                set_way_back(request, intake.way_back)
             await visit.turn(self._ask(intake))
             return await self._from_a_worker(request, intake, Answering(
                 record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s)))
@@ -172,7 +196,7 @@ class Generate:
                                                     timeout_s=answering.first_byte_timeout_s)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
-            return _last_word(failure, record)
+            return _last_word(failure, record, way_back(request))
         placement = _placement(attempt)
         try:
             if answer.response.status >= 400:
@@ -189,8 +213,9 @@ class Generate:
     async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant) -> Intake:
         """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
         began_at = time.perf_counter()
-        parsed = await self._prompt_work.run(len(body) if len(body) > ON_LOOP_PARSE_BYTES else 0,
-                                             lambda: route.parse(body))
+        given = body
+        body, parsed, way = await self._prompt_work.run(len(given) if len(given) > ON_LOOP_PARSE_BYTES else 0,
+                                                        lambda: route.read(given))
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
@@ -204,7 +229,7 @@ class Generate:
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
-        return Intake(route, body, parsed, routed, tenant)
+        return Intake(route, body, parsed, routed, tenant, way)
 
     def _ask(self, intake: Intake) -> Ask:
         prompt, parsed = intake.routed, intake.parsed
@@ -245,7 +270,8 @@ class Generate:
         headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         if endpoint.worker.api_key:
             headers["Authorization"] = f"Bearer {endpoint.worker.api_key}"
-        return UpstreamRequest(endpoint.worker.url + intake.route.path, headers, body, endpoint.worker.ssl_context)
+        url = endpoint.worker.url + intake.route.upstream_path
+        return UpstreamRequest(url, headers, body, endpoint.worker.ssl_context)
 
     async def _pass_on(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
                        headers: Mapping[str, str]) -> web.StreamResponse:
@@ -260,7 +286,9 @@ class Generate:
                       headers: Mapping[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
-        write = ClientStream(request, response).write
+        write: Write = ClientStream(request, response).write
+        if (way := way_back(request)) is not None:
+            write = way.writer(write, record)
         end = await relay_stream(answer, write, lambda error: orjson.dumps(error.body()), self._limits,
                                  is_stopping=lambda: self._is_stopping)
         record.stream_ended(end)
@@ -271,9 +299,11 @@ class Generate:
                      headers: Mapping[str, str]) -> web.StreamResponse:
         body, is_complete = await read_whole(answer, self._limits)
         record.outcome = "ok" if answer.response.status < 400 else "client_error"
+        if is_complete and answer.response.status == 200:
+            record.reported(body_usage(body))
+        if (way := way_back(request)) is not None:
+            body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
         if is_complete:
-            if answer.response.status == 200:
-                record.reported(body_usage(body))
             return WholeResponse(answer.response.status, body, headers)
         response = web.StreamResponse(status=answer.response.status, headers=headers)
         await response.prepare(request)
@@ -304,7 +334,7 @@ def _placement(attempt: Attempt) -> Placement:
     return attempt
 
 
-def _last_word(failure: AttemptFailed, record: RequestRecord) -> WholeResponse:
+def _last_word(failure: AttemptFailed, record: RequestRecord, way: Way | None) -> WholeResponse:
     """Nobody took the request: the last worker's own refusal as it came, or our error."""
     outcome = failure.outcome
     if isinstance(outcome, ApiError):
@@ -314,7 +344,8 @@ def _last_word(failure: AttemptFailed, record: RequestRecord) -> WholeResponse:
     headers = {"Content-Type": outcome.content_type}
     if outcome.retry_after is not None:
         headers["Retry-After"] = outcome.retry_after
-    return WholeResponse(outcome.status, outcome.body, headers)
+    body = outcome.body if way is None else way.whole(outcome.status, outcome.body, is_complete=True)
+    return WholeResponse(outcome.status, body, headers)
 
 
 def _count(text: str | None) -> int | None:

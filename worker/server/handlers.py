@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: admit, submit, answer (whole or as a stream), leave.
+"""The generating routes (chat, completions, messages, responses): admit, submit, answer, whole or streamed, leave.
 
 Owns one request's path through the worker. Whatever happens to the handler (an error, a client that left: aiohttp
 cancels it), `leave` runs, and the engine is told to stop what still runs. Headers are sent only when the first token
@@ -23,8 +23,8 @@ from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
-from worker.server.generation import ChoiceDelta, Generation
-from worker.server.intake import CHAT, COMPLETIONS, Admission, Body, Route, admit
+from worker.server.generation import Generation
+from worker.server.intake import CHAT, COMPLETIONS, FOREIGN, Admission, Route, admit
 from worker.server.openai_format import (
     ChatFormat,
     CompletionFormat,
@@ -34,7 +34,7 @@ from worker.server.openai_format import (
     best_choices,
 )
 from worker.server.shell import Shell, shell_of
-from worker.server.sse import DONE, event, open_stream
+from worker.server.sse import ForeignWire, PlainWire, Wire, open_stream
 
 _log = get_logger("worker.server.handlers")
 
@@ -47,6 +47,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, COMPLETIONS)
 
 
+async def foreign(request: web.Request) -> web.StreamResponse:
+    """POST /v1/messages and /v1/responses, by the request's path."""
+    route = FOREIGN[request.path]
+    assert route.foreign is not None, "its table holds foreign routes"
+    try:
+        return await _answer(request, route)
+    except ApiError as error:
+        raise route.foreign.error(error) from None
+
+
 async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
     shell = shell_of(request)
     with shell.answering():
@@ -54,8 +64,10 @@ async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
         async with _submitted(request, shell, admission, route) as generation:
             layout = _format(shell, generation, admission, route)
             if admission.body.stream:
-                return await _stream(request, generation, layout, include_usage=admission.body.include_usage)
-            return await _whole(generation, layout, admission.body)
+                wire: Wire = PlainWire() if admission.foreign is None else ForeignWire(
+                    admission.foreign, prompt_tokens=generation.account().prompt_tokens)
+                return await _stream(request, generation, layout, wire)
+            return await _whole(generation, layout, admission)
 
 
 @asynccontextmanager
@@ -128,13 +140,14 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
                         created=int(time.time()) if resume is None else resume.created, model=serving.ready.model,
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
-    layout = (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+    layout = (CompletionFormat if route is COMPLETIONS else ChatFormat)(head, serving.token_text)
     if resume is not None:
         layout.resumed(resume.choice, admission.prompts[0][-resume.generated:])
     return layout
 
 
-async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> web.Response:
+async def _whole(generation: Generation, layout: ResponseFormat, admission: Admission) -> web.Response:
+    body = admission.body
     choices = [FullChoice() for _ in generation.detokenizers]
     while deltas := await generation.next_deltas():
         for delta in deltas:
@@ -142,12 +155,15 @@ async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> 
     if body.num_candidates > body.n:
         choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
-    return web.Response(body=orjson.dumps(layout.full(choices, account)), content_type="application/json",
+    answer = layout.full(choices, account)
+    if admission.foreign is not None:
+        answer = admission.foreign.whole(answer)
+    return web.Response(body=orjson.dumps(answer), content_type="application/json",
                         headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
 
 
-async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat, *,
-                  include_usage: bool) -> web.StreamResponse:
+async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,
+                  wire: Wire) -> web.StreamResponse:
     deltas = await generation.next_deltas()      # an ApiError up to here is a status, not an event
     response = await open_stream(request, {
         REQUEST_ID_HEADER: generation.request_id,
@@ -157,21 +173,17 @@ async def _stream(request: web.Request, generation: Generation, layout: Response
     with suppress(ConnectionError):
         try:
             while deltas:
-                if chunk_bytes := _chunks(layout, deltas):
+                chunks = [chunk for delta in deltas for chunk in layout.chunks(delta)]
+                if chunk_bytes := wire.chunks(chunks, generation.account().cached_tokens):
                     await response.write(chunk_bytes)
                 deltas = await generation.next_deltas()
-            ending = event(layout.usage_chunk(generation.account())) if include_usage else b""
-            await response.write(ending + DONE)
+            await response.write(wire.chunks(layout.ending(generation.account()), 0) + wire.done())
         except ApiError as refusal:
-            await response.write(event(refusal.body()))
+            await response.write(wire.failed(refusal))
         except ConnectionError:
             raise
         except Exception:
             _log.exception("internal_error", request_id=generation.request_id, path=request.path)
-            await response.write(event(internal_error(generation.request_id).body()))
+            await response.write(wire.failed(internal_error(generation.request_id)))
         await response.write_eof()
     return response
-
-
-def _chunks(layout: ResponseFormat, deltas: list[ChoiceDelta]) -> bytes:
-    return b"".join(event(chunk) for delta in deltas for chunk in layout.chunks(delta))
