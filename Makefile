@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-gateway bench-worker clean
+.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -55,8 +55,12 @@ bench-worker: dev
 bench: dev
 	$(PY) -m loadtests.bench.routing $(ARGS)
 
-# Against other commits, interleaved: make bench-gateway ARGS="--against main"
+# Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev
+	$(PY) -m loadtests.bench.gateway $(ARGS)
+
+# The data path against other commits, interleaved: make bench-relay ARGS="--against main"
+bench-relay: dev
 	$(PY) -m loadtests.bench.relay $(ARGS)
 
 clean:

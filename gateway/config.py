@@ -55,6 +55,8 @@ class GatewayConfig:
     first_byte_timeout_s: float = setting(600.0, bounds=(0.001, None), help="a worker's first byte")
     chunk_gap_timeout_s: float = setting(120.0, bounds=(0.001, None), help="silence inside a stream")
     max_retries: int = setting(2, bounds=(0, None), help="other workers tried before the first byte")
+    max_migrations: int = setting(3, bounds=(0, None), table="failure",
+                                  help="how often a stream may go on at another worker; 0: never")
     health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
     max_inflight_per_worker: int = setting(1024, bounds=(1, None), table="admission",
                                            help="requests under way at a worker; more wait here")

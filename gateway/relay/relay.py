@@ -1,7 +1,8 @@
 """From the first byte on: chunks pass to the client as they came, in order.
 
 Owns: the pace of one response (keep-alive comments, the longest silence allowed, back-pressure) and how it ended.
-Must never: parse or edit a chunk; the one addition is a comment or an error event, and only where an event ends.
+Must never: parse or edit a chunk; the one addition is a comment or an error event, and only where an event ends, and
+what a transcript keeps from the client are comments that the gateway asked for.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gateway import errors
-from gateway.relay.retry import FirstAnswer
+from gateway.relay.retry import AttemptFailed, FirstAnswer
 from gateway.relay.sse import KEEPALIVE_COMMENT, StreamTail, error_event
+from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import FailureKind, UpstreamFailure
 from worker.protocol.api_error import ApiError
 
 # Bodies up to this size are complete before the client sees their first byte; larger ones pass as they come.
 MAX_WHOLE_BODY_BYTES = 8 * 1024 * 1024
+# A silent stream looks this often whether its worker is known to be lost.
+LOST_LOOK_S = 1.0
 
 # Something to await only when the client cannot take more for now; ConnectionError when it has left.
 Write = Callable[[bytes], Awaitable[None] | None]
@@ -39,57 +43,76 @@ class RelayLimits:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a relayed stream ended. `failure` is None for one that said [DONE]; instants are time.monotonic()."""
+    """How a relayed stream ended. `failure` is None for one that said [DONE]; instants are time.monotonic().
+
+    `can_move`: it was the worker that failed, so that another one may go on.
+    """
 
     failure: ApiError | None
     tail: StreamTail
     num_chunks: int
     first_chunk_at: float
     last_chunk_at: float
+    can_move: bool = False
 
 
-def _never() -> bool:
-    return False
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a relayed stream asks now and then: is the gateway stopping, is the worker known to be lost?"""
+
+    is_stopping: Callable[[], bool] = lambda: False
+    is_lost: Callable[[], bool] = lambda: False
 
 
-async def relay_stream(answer: FirstAnswer, write: Write, render_error: RenderError, limits: RelayLimits, *,
-                       is_stopping: Callable[[], bool] = _never) -> StreamEnd:
-    """Pass an SSE response on to its end; one that ends without [DONE] gets an SSE error event. Closes `answer`.
+async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, watch: Watch, *,
+                      transcript: Transcript | None = None) -> StreamEnd:
+    """Pass an SSE response on until it ends, well or not: the end is for end_stream() to tell. Closes `answer`.
 
-    A cancellation while `is_stopping` is such an end, by the gateway itself, and goes no further.
+    With a transcript only whole events pass. A cancellation while the gateway is stopping is such an end, and goes no
+    further.
     """
     tail = StreamTail()
     failure: ApiError | None = None
-    chunk, num_chunks = answer.first_chunk, 0
+    chunk, num_chunks, can_move = answer.first_chunk, 0, False
     first_chunk_at = last_chunk_at = time.monotonic()
     try:
         while chunk:
-            tail.feed(chunk)
             num_chunks += 1
-            await relay_bytes(chunk, write, limits)
-            chunk = await _next_chunk(answer, tail, write, limits)
+            if transcript is not None:
+                chunk = transcript.feed(chunk)
+            if chunk:
+                tail.feed(chunk)
+                await relay_bytes(chunk, write, limits)
+            if transcript is not None and transcript.lost:
+                raise UpstreamFailure(FailureKind.RESET, "the worker said that it cannot go on")
+            chunk = await next_chunk(answer, limits, watch.is_lost, _comment_at(tail, write, limits))
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
     except UpstreamFailure as lost:
-        failure = _mid_stream_error(lost)
+        failure, can_move = mid_stream_error(lost), True
     except asyncio.CancelledError:
-        if not is_stopping():
+        if not watch.is_stopping():
             raise
-        _uncancel()
+        uncancel()
         failure = errors.gateway_stopping()
     finally:
         answer.response.close()
     if tail.ended_with_done():
         failure = None  # everything was said; how the connection ended after that is nobody's concern
-    else:
-        failure = failure or errors.worker_failed("The worker ended the stream without [DONE].")
-        await relay_bytes(error_event(render_error(failure)), write, limits)
-    return StreamEnd(failure, tail, num_chunks, first_chunk_at, last_chunk_at)
+    elif failure is None:
+        failure, can_move = errors.worker_failed("The worker ended the stream without [DONE]."), True
+    return StreamEnd(failure, tail, num_chunks, first_chunk_at, last_chunk_at, can_move=can_move)
+
+
+async def end_stream(end: StreamEnd, write: Write, render_error: RenderError, limits: RelayLimits) -> None:
+    """A stream that ends without [DONE] gets an SSE error event."""
+    if end.failure is not None:
+        await relay_bytes(error_event(render_error(end.failure)), write, limits)
 
 
 async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, bool]:
     """The body up to MAX_WHOLE_BODY_BYTES, and whether that is all of it. Does not close `answer`.
 
-    Raises ApiError 502 or 504 when the worker goes away or falls silent: the client has seen nothing yet.
+    Raises AttemptFailed when the worker goes away or falls silent: the client has seen nothing yet.
     """
     body = bytearray(answer.first_chunk)
     try:
@@ -98,10 +121,10 @@ async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, b
             if not chunk:
                 return bytes(body), True
             body += chunk
-    except TimeoutError as silent:
-        raise _mid_stream_error(UpstreamFailure(FailureKind.TIMEOUT, "silent")) from silent
-    except UpstreamFailure as lost:
-        raise _mid_stream_error(lost) from lost
+    except (TimeoutError, UpstreamFailure) as lost:
+        kind = lost.kind if isinstance(lost, UpstreamFailure) else FailureKind.TIMEOUT
+        raise AttemptFailed(kind.value, mid_stream_error(UpstreamFailure(kind, "broke off")),
+                            same_worker=kind is FailureKind.RESET) from lost
     return bytes(body), False
 
 
@@ -118,18 +141,33 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits) -> 
         await relay_bytes(chunk, write, limits)
 
 
-async def _next_chunk(answer: FirstAnswer, tail: StreamTail, write: Write, limits: RelayLimits) -> bytes:
-    silent_s = 0.0
+async def next_chunk(answer: FirstAnswer, limits: RelayLimits, is_lost: Callable[[], bool],
+                     comment: Callable[[], Awaitable[None]] | None = None) -> bytes:
+    """What the worker sends next, b"" at its end. UpstreamFailure when it goes, is lost or silent for too long;
+    until then a comment goes to the client after every `keepalive_s` of silence."""
+    silent_s, comment_s = 0.0, limits.keepalive_s
     while True:
-        wait_s = min(limits.keepalive_s, limits.chunk_gap_s - silent_s)
+        wait_s = min(LOST_LOOK_S, comment_s - silent_s, limits.chunk_gap_s - silent_s)
         try:
             return await answer.response.read_chunk(wait_s)
         except TimeoutError:
             silent_s += wait_s
         if silent_s >= limits.chunk_gap_s:
             raise UpstreamFailure(FailureKind.TIMEOUT, f"silent for {silent_s:g} s")
+        if is_lost():
+            raise UpstreamFailure(FailureKind.RESET, "silent, and known to be lost")
+        if silent_s >= comment_s:
+            comment_s = silent_s + limits.keepalive_s
+            if comment is not None:
+                await comment()
+
+
+def _comment_at(tail: StreamTail, write: Write, limits: RelayLimits) -> Callable[[], Awaitable[None]]:
+    async def comment() -> None:
         if tail.at_event_border:
             await relay_bytes(KEEPALIVE_COMMENT, write, limits)
+
+    return comment
 
 
 async def relay_bytes(data: bytes, write: Write, limits: RelayLimits) -> None:
@@ -145,12 +183,14 @@ async def relay_bytes(data: bytes, write: Write, limits: RelayLimits) -> None:
         raise ClientLeft("closed the connection") from gone
 
 
-def _uncancel() -> None:
+def uncancel() -> None:
+    """The cancellation of this task has been answered."""
     if (task := asyncio.current_task()) is not None:
         task.uncancel()
 
 
-def _mid_stream_error(lost: UpstreamFailure) -> ApiError:
+def mid_stream_error(lost: UpstreamFailure) -> ApiError:
+    """What the client is told when nobody goes on."""
     if lost.kind is FailureKind.TIMEOUT:
         return errors.worker_timeout("The worker fell silent in the middle of its answer.")
     return errors.worker_failed("The worker went away in the middle of its answer.")

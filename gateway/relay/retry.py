@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway import errors
@@ -159,34 +159,49 @@ async def _read_refusal(response: UpstreamResponse, chunk: bytes) -> Refusal:
                    response.headers.get("retry-after"), bytes(body))
 
 
-async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: int,
-                          timeout_s: float) -> tuple[Attempt, FirstAnswer]:
+@dataclass(slots=True)
+class Walk:
+    """From worker to worker: those tried, and why the last one failed."""
+
+    tried: set[str] = field(default_factory=set)
+    last: AttemptFailed | None = None
+    num_failed: int = 0
+
+    def failed(self, endpoint_id: str, failure: AttemptFailed) -> None:
+        """This worker did not answer, or not to the end."""
+        self.num_failed += 1
+        self.tried.add(endpoint_id)
+        self.last = failure
+
+
+async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: int, timeout_s: float,
+                          walk: Walk | None = None) -> tuple[Attempt, FirstAnswer]:
     """The first worker's answer that is the client's to have, trying at most `max_retries` others.
 
-    Raises the last AttemptFailed, or ApiError(503) when no worker could be chosen at all.
+    `walk`: where it has led so far. Raises the last AttemptFailed, or ApiError(503) when no worker could be chosen at
+    all.
     """
-    tried: set[str] = set()
-    last: AttemptFailed | None = None
-    for _ in range(max_retries + 1):
-        attempt = _next_attempt(choose, tried, last)
+    walk = walk or Walk()
+    while walk.num_failed <= max_retries:
+        attempt = _next_attempt(choose, walk)
         if attempt is None:
             break
         try:
             return attempt, await first_answer(upstream, attempt, timeout_s=timeout_s)
         except AttemptFailed as failure:
             attempt.abandon()
-            tried.add(attempt.endpoint_id)
-            last = failure
+            walk.failed(attempt.endpoint_id, failure)
             if not failure.retryable:
                 raise
         except BaseException:
             attempt.abandon()
             raise
-    raise last or errors.no_worker("No worker for this model is ready; see /admin/workers.")
+    raise walk.last or errors.no_worker("No worker for this model is ready; see /admin/workers.")
 
 
-def _next_attempt(choose: Choose, tried: set[str], last: AttemptFailed | None) -> Attempt | None:
-    attempt = choose(frozenset(tried), last)
+def _next_attempt(choose: Choose, walk: Walk) -> Attempt | None:
+    last = walk.last
+    attempt = choose(frozenset(walk.tried), last)
     if attempt is None and last is not None and last.same_worker:
         # A connection may break without the worker being to blame. Alone, the worker gets another try.
         return choose(frozenset(), last)

@@ -31,6 +31,7 @@ from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
 from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
+from gateway.server.openapi import OpenApiRoute
 from gateway.server.ops import OpsRoutes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
@@ -132,6 +133,8 @@ class Gateway:
             ops.add_metrics(ops_only)
         elif _is_loopback(config.host):
             ops.add_metrics(main)
+        for routes in (main, ops_only):
+            OpenApiRoute(has_tenants=self.state.access.has_tenants, root_path=config.root_path).add_to(routes)
         return main, ops_only
 
     def _write_admin_token(self) -> None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 from aiohttp.web_request import BaseRequest
 
+from gateway.server.half_close import CAN_TELL, INTERIM, HalfClosed
 from worker.protocol.http_mistakes import PrivateConnection
 
 MAX_URL_BYTES = 8190
@@ -65,7 +67,8 @@ class GuardedServer(web.Server):
 class GuardedConnection(PrivateConnection):
     """One client's connection. At any time one timer runs at the most: for a head, or for an answer to be read."""
 
-    __slots__ = ("_awaits_head", "_busy", "_guard", "_refused", "_timer", "_unread_bytes")
+    __slots__ = ("_awaits_head", "_busy", "_guard", "_half_closed", "_num_finished", "_refused", "_timer",
+                 "_unread_bytes", "probe_stream")
 
     def __init__(self, server: GuardedServer, **settings: Any) -> None:
         super().__init__(server, **settings)
@@ -73,6 +76,9 @@ class GuardedConnection(PrivateConnection):
         self._timer: asyncio.TimerHandle | None = None
         self._busy = self._refused = self._awaits_head = False
         self._unread_bytes = 0
+        self._num_finished = 0
+        self._half_closed: HalfClosed | None = None
+        self.probe_stream: Callable[[], bool] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol. One connection too many is told so and closed, and costs nothing more."""
@@ -91,6 +97,8 @@ class GuardedConnection(PrivateConnection):
         """See asyncio.Protocol."""
         self._guard.num_open -= 1
         self._stop()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         if not self._refused:
             super().connection_lost(exc)
 
@@ -102,10 +110,51 @@ class GuardedConnection(PrivateConnection):
             self._start(self._guard.limits.head_s, self._head_is_late)
         super().data_received(data)
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """See asyncio.Protocol. Whoever stops sending may still want the answers to what it sent."""
+        transport = self.transport
+        is_plain = transport is not None and transport.get_extra_info("sslcontext") is None
+        if self._refused or not CAN_TELL or not is_plain or self._num_finished >= self._request_count:
+            return None
+        self._end_open_bodies()
+        assert isinstance(transport, asyncio.Transport)
+        self._half_closed = HalfClosed(transport, probe=self._probe, can_be_probed=self._can_be_probed,
+                                       left=transport.abort)
+        return True
+
+    def _can_be_probed(self) -> bool:
+        """Sooner or later, that is; an answer to HTTP/1.0 has nothing to hold a probe before it begins."""
+        request = self._current_request
+        return self.probe_stream is not None or request is None or request.version >= HttpVersion11
+
+    def _probe(self) -> bool:
+        """Send what tells a client that waits from one that has left; False while there is nothing to send."""
+        if self.probe_stream is not None:
+            return self.probe_stream()
+        request = self._current_request
+        if self.transport is None or request is None or request.version < HttpVersion11 or request.writer.output_size:
+            return False
+        self.transport.write(INTERIM)
+        return True
+
+    async def finish_response(self, request: BaseRequest, resp: web.StreamResponse,
+                              start_time: float | None) -> tuple[web.StreamResponse, bool]:
+        """See RequestHandler. After the last answer to a client that has stopped sending, the connection ends."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self.probe_stream = None
+            self._num_finished += 1
+            if self._half_closed is not None and self._num_finished >= self._request_count:
+                self._half_closed.stop()
+                self._close = True
+
     def head_arrived(self) -> None:
         """The head is complete and its handler begins; the body has limits of its own."""
         self._busy = True
         self._stop()
+        if self._half_closed is not None or self._is_lost():
+            self._end_open_bodies()  # of this request as well, should it not have begun when that was found out
 
     def answered(self) -> None:
         """The handler has ended; what it returned is now written."""

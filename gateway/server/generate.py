@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -22,24 +22,43 @@ from gateway.admission.cache_salt import with_cache_salt
 from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
-from gateway.relay.relay import ClientLeft, RelayLimits, Write, read_whole, relay_bytes, relay_rest, relay_stream
-from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, answer_from_any
+from gateway.relay.relay import (
+    ClientLeft,
+    RelayLimits,
+    Watch,
+    Write,
+    end_stream,
+    pass_stream,
+    read_whole,
+    relay_bytes,
+    relay_rest,
+)
+from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, Walk, answer_from_any
 from gateway.relay.sse import body_usage
+from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
 from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
-from gateway.server.foreign import MESSAGES, RESPONSES, Way, errors_of, set_way_back, way_back
+from gateway.server.foreign import Way, errors_of, set_way_back, way_back
+from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRoute
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
+from gateway.server.migration import (
+    MIGRATION_HEADER,
+    Broken,
+    MigrationLimits,
+    Migrator,
+    tells_tokens,
+    wants_migration,
+)
 from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.prompt.foreign_api import ForeignApi
-from worker.prompt.requests import parse_chat, parse_completion
 from worker.protocol.api_error import ApiError
-from worker.protocol.internal_request import CACHED_TOKENS_HEADER, WORKER_TOKEN_HEADER, encode_internal
+from worker.protocol.internal_request import CACHED_TOKENS_HEADER, WORKER_TOKEN_HEADER, Resume, encode_internal
 from worker.protocol.logs import get_logger
 
 # Parsing runs at some 300 MB/s; what takes longer than a millisecond is done in a prompt thread.
@@ -51,33 +70,6 @@ EVENT_STREAM = "text/event-stream"
 _PASSED_ON = ("traceparent", "tracestate")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRoute:
-    """One generating route and how its body is read."""
-
-    path: str
-    parse: Callable[[bytes], PromptRequest]
-    prompt_param: str
-    foreign: ForeignApi | None = None
-
-    @property
-    def upstream_path(self) -> str:
-        """Where engines take it."""
-        return self.path if self.foreign is None else CHAT.path
-
-    def read(self, body: bytes) -> tuple[bytes, PromptRequest, Way | None]:
-        """The body for engines, what it says, and the way back."""
-        if self.foreign is None:
-            return body, self.parse(body), None
-        read = self.foreign.read(body)
-        return read.body, read.parsed, Way(self.foreign, read.answer)
-
-
-CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
-COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
-_FOREIGN = {api.path: GenerateRoute(api.path, parse_chat, "messages", api) for api in (MESSAGES, RESPONSES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +86,21 @@ class Intake:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """What goes with a request on its way to a worker and back. `headers` are for the client."""
+    """What goes with a request on its way to a worker and back. `headers` are for the client; `may_move`: it has not
+    asked to stay at one worker."""
 
     record: RequestRecord
     headers: Mapping[str, str]
     first_byte_timeout_s: float
+    may_move: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A worker has taken the request and begun to answer."""
+
+    placement: Placement
+    answer: FirstAnswer
 
 
 class Generate:
@@ -117,6 +119,10 @@ class Generate:
         self._upstream = upstream
         self._suspect = suspect
         self._limits = RelayLimits(self._config.keepalive_s, self._config.chunk_gap_timeout_s)
+        self._migrator = Migrator(state.table, dispatcher, upstream, suspect=suspect, count=state.metrics.migrated,
+                                  limits=MigrationLimits(
+                                      self._limits, self._config.max_migrations, self._config.max_retries + 1,
+                                      self._config.first_byte_timeout_s))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
 
@@ -142,7 +148,7 @@ class Generate:
     async def foreign(self, request: BaseRequest, routes: Routes, api: ForeignApi) -> web.StreamResponse:
         """POST /v1/messages and /v1/responses: chat requests in other words."""
         with errors_of(api):
-            return await self._serve(request, _FOREIGN[api.path], routes.common_headers(request))
+            return await self._serve(request, FOREIGN[api.path], routes.common_headers(request))
 
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
@@ -180,24 +186,35 @@ class Generate:
         record.tenant = tenant.tenant_id or None
         with self._admission.enter(tenant, record) as visit:
             visit.set_deadline(request.headers.get(DEADLINE_HEADER))
+            may_move = wants_migration(request.headers.get(MIGRATION_HEADER))
             intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
             if intake.way_back is not None:
                 set_way_back(request, intake.way_back)
             await visit.turn(self._ask(intake))
             return await self._from_a_worker(request, intake, Answering(
-                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s)))
+                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move))
 
     async def _from_a_worker(self, request: BaseRequest, intake: Intake, answering: Answering) -> web.StreamResponse:
-        record, headers = answering.record, answering.headers
+        record = answering.record
         choosing = Choosing(self._dispatcher, intake.routed, record, suspect=self._suspect,
                             address=lambda endpoint: self._upstream_request(intake, endpoint, request))
+        walk = Walk()
         try:
-            attempt, answer = await answer_from_any(self._upstream, choosing, max_retries=self._config.max_retries,
-                                                    timeout_s=answering.first_byte_timeout_s)
+            while True:
+                attempt, answer = await answer_from_any(
+                    self._upstream, choosing, max_retries=self._config.max_retries, walk=walk,
+                    timeout_s=answering.first_byte_timeout_s)
+                try:
+                    return await self._from_one(request, intake, answering, _Taken(_placement(attempt), answer))
+                except AttemptFailed as failure:  # it broke off, and the client has seen nothing of it
+                    walk.failed(attempt.endpoint_id, failure)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
             return _last_word(failure, record, way_back(request))
-        placement = _placement(attempt)
+
+    async def _from_one(self, request: BaseRequest, intake: Intake, answering: Answering,
+                        taken: _Taken) -> web.StreamResponse:
+        record, placement, answer = answering.record, taken.placement, taken.answer
         try:
             if answer.response.status >= 400:
                 placement.abandon()  # refused, so nothing of it will be in that cache
@@ -205,7 +222,7 @@ class Generate:
             record.first_byte()
             record.stages["connect"] = answer.response.connect_s
             record.cached_tokens = _count(answer.response.headers.get(CACHED_TOKENS_HEADER))
-            return await self._pass_on(request, answer, record, {**headers, **self._routing_headers(placement)})
+            return await self._pass_on(request, intake, answering, taken)
         finally:
             answer.response.close()
             placement.release()
@@ -257,14 +274,19 @@ class Generate:
             raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
         raise errors.model_not_found(model, filter(tenant.may_use, known))
 
-    def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest) -> UpstreamRequest:
+    def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest, *,
+                          prompts: Sequence[Sequence[int]] | None = None,
+                          resume: Resume | None = None) -> UpstreamRequest:
+        """`prompts` and `resume`: not the whole request, but one choice of it to go on with."""
         token = self._config.worker_token
         headers, salt = {"content-type": "application/json"}, intake.routed.prepared.salt
         if is_plain(endpoint, token):
             body = intake.body if salt.in_body is None else with_cache_salt(intake.body, salt.in_body)
         else:
-            headers, body = encode_internal(intake.body, intake.routed.prepared.prompts, salt=salt.internal,
-                                            salt_from=salt.salt_from, tenant=intake.tenant.tenant_id or None)
+            headers, body = encode_internal(intake.body, prompts or intake.routed.prepared.prompts,
+                                            salt=salt.internal, salt_from=salt.salt_from,
+                                            tenant=intake.tenant.tenant_id or None, resume=resume,
+                                            tells_token_ids=intake.parsed.stream and self._migrator.is_on)
             headers[WORKER_TOKEN_HEADER] = token
         headers[REQUEST_ID_HEADER] = request_id_of(request)
         headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
@@ -273,25 +295,38 @@ class Generate:
         url = endpoint.worker.url + intake.route.upstream_path
         return UpstreamRequest(url, headers, body, endpoint.worker.ssl_context)
 
-    async def _pass_on(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
-                       headers: Mapping[str, str]) -> web.StreamResponse:
-        record.status = answer.response.status
+    async def _pass_on(self, request: BaseRequest, intake: Intake, answering: Answering,
+                       taken: _Taken) -> web.StreamResponse:
+        record, response = answering.record, taken.answer.response
+        record.status = response.status
         record.admitted = record.status == 200
-        content_type = answer.response.headers.get("content-type", "application/json")
-        if answer.response.status == 200 and content_type.startswith(EVENT_STREAM):
-            return await self._stream(request, answer, record, {"Content-Type": content_type, **headers})
-        return await self._whole(request, answer, record, {"Content-Type": content_type, **headers})
+        content_type = response.headers.get("content-type", "application/json")
+        headers = {"Content-Type": content_type, **answering.headers, **self._routing_headers(taken.placement)}
+        if response.status == 200 and content_type.startswith(EVENT_STREAM):
+            return await self._stream(request, intake, replace(answering, headers=headers), taken)
+        return await self._whole(request, taken.answer, record, headers)
 
-    async def _stream(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
-                      headers: Mapping[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
+    async def _stream(self, request: BaseRequest, intake: Intake, answering: Answering,
+                      taken: _Taken) -> web.StreamResponse:
+        answer, placement = taken.answer, taken.placement
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
         write: Write = ClientStream(request, response).write
         if (way := way_back(request)) is not None:
-            write = way.writer(write, record)
-        end = await relay_stream(answer, write, lambda error: orjson.dumps(error.body()), self._limits,
-                                 is_stopping=lambda: self._is_stopping)
-        record.stream_ended(end)
+            write = way.writer(write, answering.record)
+        transcript, scheme = Transcript() if tells_tokens(answer) else None, placement.endpoint.scheme
+        may_move = answering.may_move and transcript is not None
+        watch = Watch(lambda: self._is_stopping, placement.is_lost if may_move else lambda: False)
+        end = await pass_stream(answer, write, self._limits, watch, transcript=transcript)
+        if end.can_move:
+            placement.release()
+            end = await self._migrator.go_on(Broken(
+                intake.routed, transcript if may_move else None, end, placement.endpoint_id, scheme,
+                answering.record, lambda endpoint, prompts, resume: self._upstream_request(
+                    intake, endpoint, request, prompts=prompts, resume=resume),
+                intake.parsed.include_usage), write, is_stopping=lambda: self._is_stopping)
+        answering.record.stream_ended(end)
+        await end_stream(end, write, lambda error: orjson.dumps(error.body()), self._limits)
         await response.write_eof()
         return response
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import orjson
 from aiohttp import web
@@ -17,6 +18,7 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.relay.relay import ClientLeft
+from gateway.server.strict_head import UnclearHead, check_head
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.logs import get_logger
 
@@ -31,6 +33,16 @@ _log = get_logger(__name__)
 Handler = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One route. `is_prefix`: every path that begins so and goes on. `is_offered`: it does more than say why not."""
+
+    method: str
+    path: str
+    is_prefix: bool = False
+    is_offered: bool = True
+
+
 class Routes:
     """Exact paths, and prefixes whose rest names a resource. `root_path` is what a proxy in front did not strip."""
 
@@ -39,6 +51,7 @@ class Routes:
         self._cors_origins = cors_origins
         self._exact: dict[str, dict[str, Handler]] = {}
         self._prefixes: list[tuple[str, str, Handler]] = []
+        self._not_offered: set[str] = set()
         self.is_closing: Callable[[], bool] = lambda: False
 
     def add(self, method: str, path: str, handler: Handler) -> None:
@@ -48,6 +61,19 @@ class Routes:
     def add_prefix(self, method: str, prefix: str, handler: Handler) -> None:
         """Serve every path that begins so and goes on."""
         self._prefixes.append((method, prefix, handler))
+
+    def add_refusal(self, method: str, path: str, handler: Handler) -> None:
+        """Answer `path` with a clear word on why it is not served; the document leaves it out."""
+        self.add(method, path, handler)
+        self._not_offered.add(path)
+
+    def served(self) -> Iterator[Served]:
+        """Every route, for the document."""
+        for path, handlers in self._exact.items():
+            for method in handlers:
+                yield Served(method, path, is_offered=path not in self._not_offered)
+        for method, prefix, _ in self._prefixes:
+            yield Served(method, prefix, is_prefix=True)
 
     def path_of(self, request: BaseRequest) -> str:
         """The request's path as the routes know it."""
@@ -60,6 +86,8 @@ class Routes:
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error)
+            if isinstance(error, UnclearHead):
+                response.force_close()  # where the next request begins is anybody's guess
         except ClientLeft as left:
             if request.transport is not None:
                 request.transport.abort()
@@ -87,6 +115,7 @@ class Routes:
         return headers
 
     async def _answer(self, request: BaseRequest) -> web.StreamResponse:
+        check_head(request)
         if request.method == "OPTIONS" and self._cors_origins and "Origin" in request.headers:
             return web.Response(status=204, headers={
                 "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600",

@@ -59,6 +59,8 @@ class GatewayMetrics:
                                   registry=registry)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
                                 registry=registry)
+        self._migrations = Counter("headstart_migrations", "Streams that lost their worker, and what became of them.",
+                                   ["outcome"], registry=registry)
         self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
                                  ["reason"], registry=registry)
         self._queue_depth = Gauge("headstart_queue_depth", "Requests that wait for a worker to have a place.",
@@ -72,6 +74,10 @@ class GatewayMetrics:
     def reject(self, reason: str) -> None:
         """Count a connection that was cut before it became a request."""
         self._rejected.labels(reason).inc()
+
+    def migrated(self, outcome: str) -> None:
+        """Count one stream (one choice of it) that lost its worker."""
+        self._migrations.labels(outcome).inc()
 
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""

@@ -18,7 +18,9 @@ from aiohttp.http import HttpVersion11
 from aiohttp.web_request import BaseRequest
 
 from gateway.relay.http_head import head_bytes
+from gateway.server.connections import GuardedConnection
 
+PROBE_COMMENT = b":\n\n"
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -83,15 +85,27 @@ class ClientStream:
         self._response = response
         self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
         self._has_begun = False
+        self._last = b""
+        is_events = response.headers.get(hdrs.CONTENT_TYPE, "").startswith("text/event-stream")
+        if is_events and isinstance(self._protocol, GuardedConnection):
+            self._protocol.probe_stream = self._probe
+
+    def _probe(self) -> bool:
+        """A comment, should an event have just ended: it tells a client that has left from one that waits."""
+        is_between = self._has_begun and self._last.endswith(b"\n\n")
+        if is_between:
+            self.write(PROBE_COMMENT)
+        return is_between
 
     def write(self, data: bytes) -> Awaitable[None] | None:
         """Send `data`, which is not empty, as one chunk. ConnectionError when the client has left."""
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._last = True, data
             return self._response.write(data)  # aiohttp sends its head along with the first bytes
         transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
+        self._last = data
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         return self._writer.drain() if self._protocol.writing_paused else None
 

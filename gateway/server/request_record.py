@@ -24,6 +24,7 @@ class RequestRecord:
 
     `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
     `cacheable_tokens` is the longest match on any worker: what the best choice for the cache alone would have found.
+    `moved_to`: workers that went on with a stream after another one was lost.
     `rejected` says which limit of the gateway refused, in more words than the error's code.
     `outcome`: ok, client_error, client_left, no_worker, worker_error, or gateway_error for our own bugs.
     """
@@ -47,6 +48,7 @@ class RequestRecord:
     num_chunks: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     retries: list[str] = field(default_factory=list)
+    moved_to: list[str] = field(default_factory=list)
     queued_s: float | None = None
     ttft_s: float | None = None
     inter_token_s: float | None = None
@@ -106,6 +108,7 @@ class RequestRecord:
             "reason": self.reason, "knowledge": self.knowledge, "prompt_tokens": self.prompt_tokens,
             "matched_tokens": self.matched_tokens, "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens, "retries": self.retries or None,
+            "moved_to": self.moved_to or None,
             "queued_ms": _ms(self.queued_s or None), "rejected": self.rejected if self.status == 429 else None,
             "ttft_ms": _ms(self.ttft_s), "inter_token_ms": _ms(self.inter_token_s), "duration_ms": _ms(duration_s),
             **{f"{stage}_ms": _ms(seconds) for stage, seconds in self.stages.items()},

@@ -28,8 +28,9 @@ from pathlib import Path
 import orjson
 import uvloop
 
+from loadtests.bench.gateway_targets import cpu_ns
 from loadtests.bench.relay_client import Load, run_load
-from loadtests.bench.relay_prompts import SEED, bodies
+from loadtests.bench.relay_prompts import SEED, SHORT, bodies
 from loadtests.bench.relay_worker import NUM_CHUNKS
 from loadtests.local_stack import free_port
 
@@ -60,25 +61,21 @@ class Sizes:
     streams: int
 
 
-def cpu_ns(pid: int) -> int:
-    """CPU time of a process's threads so far."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            total += int((task / "schedstat").read_text().split()[0])
-    return total
+def measure(arms: list[Arm], sizes: Sizes, first_seed: int = 1000) -> None:
+    """Fill in the arms' figures: every round goes over all of them, beginning with another each time.
 
-
-def measure(arms: list[Arm], sizes: Sizes) -> None:
-    """Fill in the arms' figures: every round goes over all of them, beginning with another each time."""
+    What is new in a prompt depends on the seed, and each round and arm has its own: nothing is ever sent twice.
+    """
     for number in range(sizes.rounds):
-        for arm in arms[number % len(arms):] + arms[:number % len(arms)]:
-            whole = Load(arm.port, bodies(stream=False), sizes.requests, sizes.connections)
+        for at, arm in enumerate(arms[number % len(arms):] + arms[:number % len(arms)]):
+            seed = first_seed + number * len(arms) + at
+            whole = Load(arm.port, bodies(SHORT, sizes.requests, seed=seed), sizes.connections)
             before = cpu_ns(arm.pid)
             latencies = uvloop.run(run_load(whole))
             arm.request_us.append((cpu_ns(arm.pid) - before) / sizes.requests / 1000)
             arm.p50_us.append(statistics.median(latencies) * 1e6)
-            streams = Load(arm.port, bodies(stream=True), sizes.streams, sizes.streams, spread_s=0.5)
+            asked = bodies(SHORT, sizes.streams, stream=True, seed=seed)
+            streams = Load(arm.port, asked, sizes.streams, spread_s=0.5)
             before = cpu_ns(arm.pid)
             uvloop.run(run_load(streams))
             arm.chunk_us.append((cpu_ns(arm.pid) - before) / (sizes.streams * (NUM_CHUNKS + 1)) / 1000)
@@ -195,7 +192,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = Sizes(arguments.rounds, arguments.requests, arguments.connections, arguments.streams)
     with running_arms(arguments.against) as arms:
-        measure(arms, Sizes(1, 500, sizes.connections, 10))  # warm-up, thrown away
+        measure(arms, Sizes(1, 500, sizes.connections, 10), first_seed=0)  # warm-up, thrown away
         for arm in arms:
             arm.request_us, arm.chunk_us, arm.p50_us = [], [], []
         measure(arms, sizes)

@@ -1,4 +1,4 @@
-"""The near end of the relay benchmark: keeps connections busy, closed loop, and checks every answer's framing."""
+"""The near end of the gateway benchmarks: keeps connections busy, closed loop, and checks every answer's framing."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
-STREAM_END = b"\r\n0\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True)
 class Load:
-    """`num_requests` over `num_connections`; with `spread_s` the connections begin that far apart in all."""
+    """Every body once, over `num_connections`; with `spread_s` the connections begin that far apart in all.
+
+    `key` is sent as a bearer token. `pause_s` lies between an answer and the next request of its connection.
+    """
 
     port: int
     bodies: list[bytes]
-    num_requests: int
     num_connections: int
     spread_s: float = 0.0
+    pause_s: float = 0.0
+    key: str = ""
 
 
 class _Client(asyncio.Protocol):
     """One connection: the next request when the last answer is whole."""
 
-    def __init__(self, load: Load, numbers: list[int], latencies: list[float], ended: asyncio.Future[None]) -> None:
+    def __init__(self, load: Load, left: list[bytes], latencies: list[float], ended: asyncio.Future[None]) -> None:
         self._load = load
-        self._numbers = numbers  # of the requests yet to be sent, shared by all connections
+        self._left = left  # the bodies yet to be sent, shared by all connections
         self._latencies = latencies
         self._ended = ended
         self._buffer = b""
+        self._head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {load.key}\r\n"
+                      "Content-Type: application/json\r\nContent-Length: ").encode()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -40,23 +46,25 @@ class _Client(asyncio.Protocol):
             self._ended.set_exception(ConnectionError(f"an answer broke off: {reason}"))
 
     def _send(self) -> None:
-        if not self._numbers:
+        if not self._left:
             self._ended.set_result(None)
             self._transport.close()
             return
-        body = self._load.bodies[self._numbers.pop() % len(self._load.bodies)]
+        body = self._left.pop()
         self._began_at = time.perf_counter()
-        self._transport.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\n"
-                              b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        self._transport.write(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
+        self._buffer = self._buffer + data if self._buffer else data
         if not _is_whole(self._buffer):
             return
         assert self._buffer.startswith(b"HTTP/1.1 200"), self._buffer[:300]
         self._latencies.append(time.perf_counter() - self._began_at)
         self._buffer = b""
-        self._send()
+        if self._load.pause_s:
+            asyncio.get_running_loop().call_later(self._load.pause_s, self._send)
+        else:
+            self._send()
 
 
 def _is_whole(answer: bytes) -> bool:
@@ -73,15 +81,15 @@ def _is_whole(answer: bytes) -> bool:
 async def run_load(load: Load) -> list[float]:
     """Send it all; the seconds of each request."""
     loop = asyncio.get_running_loop()
-    numbers, latencies = list(range(load.num_requests)), list[float]()
+    left, latencies = load.bodies[::-1], list[float]()
     ends: list[asyncio.Future[None]] = []
     for _ in range(load.num_connections):
         ended = loop.create_future()
         ends.append(ended)
-        await loop.create_connection(lambda ended=ended: _Client(load, numbers, latencies, ended),  # type: ignore[misc]
+        await loop.create_connection(lambda ended=ended: _Client(load, left, latencies, ended),  # type: ignore[misc]
                                      "127.0.0.1", load.port)
         if load.spread_s:
             await asyncio.sleep(load.spread_s / load.num_connections)
     await asyncio.gather(*ends)
-    assert len(latencies) == load.num_requests
+    assert len(latencies) == len(load.bodies)
     return latencies

@@ -1,38 +1,44 @@
-"""A worker that answers at once and computes nothing: the far end of the relay benchmark, in a process of its own.
+"""Workers that answer at once and compute nothing: the far end of the gateway benchmarks, in a process of their own.
 
-    python -m loadtests.bench.relay_worker --port 9100
+    python -m loadtests.bench.relay_worker --port 9100 --port 9101
 
-Speaks enough of a headstart worker's side channel for a gateway to route to it by prefix: a small real tokenizer,
-silent event sockets, a snapshot that holds every prompt of the benchmark. Answers are a fixed body, or a stream of
-NUM_CHUNKS chunks, one every PACE_S.
-Must never: parse more of a request than its length and what it asks for.
+Each speaks enough of a headstart worker's side channel for a gateway to route to it by prefix: a small real tokenizer
+and, for every request that brings token ids, a BlockStored event for the blocks that it has not announced before,
+EVENT_INTERVAL_S later at most. Answers are a fixed body, or a stream of NUM_CHUNKS chunks, one every PACE_S.
+Must never: parse more of a request than its length and what it asks for before it has answered.
+Approximation: an announced block is never evicted, and a snapshot is empty: whoever lost events is told nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 
 import orjson
 import uvloop
 from zmq.asyncio import Context
 from zmq.constants import SocketOption, SocketType
 
-from loadtests.bench.relay_prompts import MODEL, bench_bundle, bodies
+from loadtests.bench.relay_prompts import MODEL, bench_bundle
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import parse_chat, parse_tokenize
-from worker.protocol.block_hash import HashScheme, block_hashes
+from worker.prompt.requests import parse_tokenize
+from worker.prompt.tokenizer import TokenizerBundle
+from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme, block_hashes, unpack_tokens
 from worker.protocol.cache_events import (
     BlockStored,
     SnapshotHeader,
+    encode_batch,
     encode_replay_end,
-    encode_snapshot_block,
     encode_snapshot_header,
 )
 
 BLOCK_SIZE = 16
 NUM_CHUNKS = 64
 PACE_S = 0.020
+EVENT_INTERVAL_S = 0.005
+MAX_ANNOUNCED = 500_000
+SEND_HIGH_WATER = 1_000_000
 _ANSWER = orjson.dumps({
     "id": "chatcmpl-bench", "object": "chat.completion", "created": 1, "model": MODEL,
     "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "word " * 30}}],
@@ -56,57 +62,88 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+def _header(head: bytes, name: bytes) -> bytes | None:
+    at = head.find(b"\r\n" + name + b":")
+    return None if at < 0 else head[at + len(name) + 3:].split(b"\r\n", 1)[0].strip()
+
+
 class SideChannel:
-    """What GET /kv, /kv/snapshot, /tokenizer and POST /tokenize say."""
+    """What GET /kv, /kv/snapshot, /tokenizer and POST /tokenize say, and the events."""
 
-    def __init__(self) -> None:
-        self._bundle = bench_bundle()
-        self._renderer = PromptRenderer(self._bundle)
-        scheme = HashScheme(block_size=BLOCK_SIZE, seed=b"bench", model=MODEL, weights="w", kv_dtype="float32",
-                            tokenizer=self._bundle.tokenizer_digest, template=self._bundle.template_digest,
-                            exactness="fast")
-        self._context = Context()
-        sockets = [self._context.socket(kind) for kind in (SocketType.PUB, SocketType.ROUTER)]
-        for socket in sockets:
+    def __init__(self, bundle: TokenizerBundle, epoch: str) -> None:
+        self._renderer = PromptRenderer(bundle)
+        self._scheme = HashScheme(block_size=BLOCK_SIZE, seed=b"bench", model=MODEL, weights="w", kv_dtype="float32",
+                                  tokenizer=bundle.tokenizer_digest, template=bundle.template_digest,
+                                  exactness="fast")
+        self._epoch = epoch
+        self._publisher, self._router = (Context.instance().socket(kind)
+                                         for kind in (SocketType.PUB, SocketType.ROUTER))
+        self._publisher.setsockopt(SocketOption.SNDHWM, SEND_HIGH_WATER)
+        for socket in (self._publisher, self._router):
             socket.bind("tcp://127.0.0.1:*")
-        endpoints = [socket.getsockopt_string(SocketOption.LAST_ENDPOINT) for socket in sockets]
-        self._sockets = sockets
+        endpoints = [socket.getsockopt_string(SocketOption.LAST_ENDPOINT)
+                     for socket in (self._publisher, self._router)]
         self._kv = response(orjson.dumps({
-            "engine": "headstart", "version": "bench", "epoch": "bench", "model": MODEL, "block_size": BLOCK_SIZE,
-            "hash_scheme": scheme.to_wire(with_seed=True), "hash_scheme_digest": scheme.digest(),
-            "max_context": 8192, "exactness": "fast", "kv_cache": "full",
+            "engine": "headstart", "version": "bench", "epoch": epoch, "model": MODEL, "block_size": BLOCK_SIZE,
+            "hash_scheme": self._scheme.to_wire(with_seed=True), "hash_scheme_digest": self._scheme.digest(),
+            "max_context": 16384, "exactness": "fast", "kv_cache": "full",
             "events": {"endpoint": endpoints[0], "replay_endpoint": endpoints[1], "topic": ""},
-            "blocks": {"total": 100_000, "free": 90_000, "cached": 10_000, "used": 0},
+            "blocks": {"total": 4_000_000, "free": 3_900_000, "cached": 100_000, "used": 0},
             "rates": {"prefill_tokens_per_s": 4000.0, "decode_step_s": 0.01}}))
-        blocks = self._prompt_blocks(scheme)
-        header = SnapshotHeader(epoch="bench", barrier_seq=0, block_size=BLOCK_SIZE, num_blocks=len(blocks),
-                                hash_scheme_digest=scheme.digest())
-        self._snapshot = response(encode_snapshot_header(header) + b"".join(map(encode_snapshot_block, blocks)))
-        self._tokenizer = response(self._bundle.to_wire(), more=b'ETag: "%b"\r\n' % self._bundle.digest.encode())
+        self._tokenizer = response(bundle.to_wire(), more=b'ETag: "%b"\r\n' % bundle.digest.encode())
+        self._announced: dict[int, None] = {}
+        self._seen: list[tuple[bytes, bytes]] = []
+        self._seq = 0
 
-    def _prompt_blocks(self, scheme: HashScheme) -> list[BlockStored]:
-        found: dict[int, BlockStored] = {}
-        for body in bodies(stream=False):
-            tokens, parent = self._renderer.chat(parse_chat(body)), None
-            for index, block_hash in enumerate(block_hashes(tokens, scheme, ())):
-                own = tuple(tokens[index * BLOCK_SIZE:(index + 1) * BLOCK_SIZE])
-                found[block_hash] = BlockStored((block_hash,), parent, own, BLOCK_SIZE, ())
-                parent = block_hash
-        return list(found.values())
+    def saw(self, head: bytes, body: bytes) -> None:
+        """A request came; its blocks are announced later. Without token ids there is nothing to announce."""
+        if b"x-headstart-json-bytes" in head:
+            self._seen.append((head, body))
+
+    async def announce(self) -> None:
+        """Events for what was seen, a batch at a time."""
+        while True:
+            await asyncio.sleep(EVENT_INTERVAL_S)
+            if not self._seen:
+                continue
+            seen, self._seen = self._seen, []
+            events = [event for head, body in seen if (event := self._event(head, body)) is not None]
+            while len(self._announced) > MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            if events:
+                payload = encode_batch(events, ts=time.time(), dp_rank=None, epoch=self._epoch)
+                await self._publisher.send_multipart([b"", self._seq.to_bytes(8, "big"), payload])
+                self._seq += 1
+
+    def _event(self, head: bytes, body: bytes) -> BlockStored | None:
+        tokens = unpack_tokens(body[int(_header(head, b"x-headstart-json-bytes") or b"0"):])
+        salt = _header(head, b"x-headstart-salt")
+        keys = () if salt is None else (ExtraKey(ExtraKeyKind.GATEWAY_SALT, bytes.fromhex(salt.decode()), 0),)
+        hashes = block_hashes(tokens, self._scheme, keys)
+        first = next((at for at, block in enumerate(hashes) if block not in self._announced), len(hashes))
+        if first == len(hashes):
+            return None
+        self._announced.update(dict.fromkeys(hashes[first:]))
+        own_keys = tuple(keys if index == 0 else () for index in range(first, len(hashes))) if keys else ()
+        return BlockStored(tuple(hashes[first:]), hashes[first - 1] if first else None,
+                           tuple(tokens[first * BLOCK_SIZE:len(hashes) * BLOCK_SIZE]), BLOCK_SIZE, own_keys)
 
     async def serve_replays(self) -> None:
-        """There never was an event, so every replay is empty."""
-        router = self._sockets[1]
+        """What was sent is not kept, so every replay is empty."""
         while True:
-            identity, *_ = await router.recv_multipart()
-            await router.send_multipart([identity, *encode_replay_end()])
+            identity, *_ = await self._router.recv_multipart()
+            await self._router.send_multipart([identity, *encode_replay_end()])
 
     def answer(self, path: bytes, body: bytes) -> bytes:
         """The response to anything but a generation."""
         if path == b"/tokenize":
             tokens = self._renderer.tokenize(parse_tokenize(body))
-            return response(orjson.dumps({"count": len(tokens), "tokens": tokens, "max_model_len": 8192}))
-        return {b"/kv": self._kv, b"/kv/snapshot": self._snapshot}.get(path, self._tokenizer)
+            return response(orjson.dumps({"count": len(tokens), "tokens": tokens, "max_model_len": 16384}))
+        if path == b"/kv/snapshot":
+            return response(encode_snapshot_header(SnapshotHeader(
+                epoch=self._epoch, barrier_seq=self._seq, block_size=BLOCK_SIZE, num_blocks=0,
+                hash_scheme_digest=self._scheme.digest())))
+        return {b"/kv": self._kv, b"/tokenizer": self._tokenizer}.get(path, response(b"{}"))
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -134,20 +171,21 @@ class WorkerConnection(asyncio.Protocol):
         if end < 0:
             return
         head = buffer[:end].lower()
-        at = head.find(b"content-length:")
-        length = int(head[at + 15:].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        length = int(_header(head, b"content-length") or b"0")
         if len(buffer) < end + 4 + length:
             return
         self._buffer = b""
         body, path = buffer[end + 4:], head.split(b" ", 2)[1]
-        if not path.startswith(b"/v1/"):
+        if not path.startswith(b"/v1/") or path == b"/v1/models":
             self._transport.write(self._side_channel.answer(path, body))
-        elif b'"stream":true' in body:
+            return
+        if b'"stream":true' in body:
             self._num_sent = 0
             self._transport.write(STREAM_HEAD + chunk(_EVENT))
             self._timer = asyncio.get_running_loop().call_later(PACE_S, self._next_chunk)
         else:
             self._transport.write(response(_ANSWER, more=b"x-headstart-cached-tokens: 192\r\n"))
+        self._side_channel.saw(head, body)
 
     def _next_chunk(self) -> None:
         self._num_sent += 1
@@ -159,17 +197,22 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.write(chunk(_LAST) + b"0\r\n\r\n")
 
 
-async def _serve(port: int) -> None:
-    side_channel = SideChannel()
-    server = await asyncio.get_running_loop().create_server(lambda: WorkerConnection(side_channel), "127.0.0.1", port)
-    await asyncio.gather(server.serve_forever(), side_channel.serve_replays())
+async def _serve(ports: list[int]) -> None:
+    bundle, loop = bench_bundle(), asyncio.get_running_loop()
+    always = []
+    for port in ports:
+        side_channel = SideChannel(bundle, f"bench-{port}")
+        server = await loop.create_server(lambda channel=side_channel: WorkerConnection(channel),  # type: ignore[misc]
+                                          "127.0.0.1", port)
+        always += [server.serve_forever(), side_channel.serve_replays(), side_channel.announce()]
+    await asyncio.gather(*always)
 
 
 def main() -> None:
     """Serve until killed."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.bench.relay_worker",
-                                     description="The far end of the relay benchmark: answers at once.")
-    parser.add_argument("--port", type=int, required=True, help="port on 127.0.0.1")
+                                     description="The far end of the gateway benchmarks: answers at once.")
+    parser.add_argument("--port", type=int, required=True, action="append", help="port on 127.0.0.1; a worker each")
     uvloop.run(_serve(parser.parse_args().port))
 
 

@@ -1,9 +1,8 @@
-"""transformers on the same model, as a yardstick: reads one JSON task a line, answers with CPU seconds.
+"""transformers on the same model, as a yardstick: reads one JSON task a line, answers a JSON line.
 
-    {"kind": "prefill", "tokens": [[ids]]}                      the whole prompt in one forward pass
-    {"kind": "decode", "tokens": [[ids], ...], "steps": 32}     seconds a step, greedy, equal lengths, one batch
+    {"tokens": [[ids], ...], "steps": 32}    that many greedy tokens from prompts of equal length, as one batch
 
-Run as a child by loadtests.bench.worker with the model's folder, a dtype and a number of threads. What users of
+Run as a child by loadtests.bench.engines with the model's folder, a dtype and a number of threads. What users of
 transformers get by default: sdpa attention, a dynamic cache, logits of the last position only.
 """
 
@@ -19,30 +18,33 @@ import orjson
 def main() -> int:
     folder, dtype, threads = sys.argv[1:4]
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True).eval()
-    print("ready", flush=True)
+    _say({"version": transformers.__version__})
     for line in sys.stdin.buffer:
         task = orjson.loads(line)
         with torch.inference_mode():
-            seconds = _run(model, torch.tensor(task["tokens"]), task)
-        print(seconds, flush=True)
+            _say(_run(model, torch.tensor(task["tokens"]), int(task["steps"])))
     return 0
 
 
-def _run(model: Any, token_ids: Any, task: dict[str, Any]) -> float:
-    started_at = time.process_time()
+def _run(model: Any, token_ids: Any, steps: int) -> dict[str, float]:
+    cpu_before, started_at = time.process_time(), time.perf_counter()
     output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1)
-    if task["kind"] == "prefill":
-        return time.process_time() - started_at
-    steps = int(task["steps"])
-    started_at = time.process_time()
-    for _ in range(steps):
-        chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+    chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+    ttft_s = time.perf_counter() - started_at
+    for _ in range(steps - 1):
         output = model(input_ids=chosen, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
-    return (time.process_time() - started_at) / steps
+        chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+    return {"ttft_s": ttft_s, "total_s": time.perf_counter() - started_at, "cpu_s": time.process_time() - cpu_before}
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import re
 
 from tests.architecture.source_tree import ROOT
 
-NAMED = re.compile(r"`((?:unit|property|integration|scenarios)/\w+\.py)(?:::(\w+))?`")
+NAMED = re.compile(r"`((?:unit|property|integration|scenarios|conformance)/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def test_every_test_that_the_threat_model_names_exists() -> None:

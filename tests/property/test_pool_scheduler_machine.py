@@ -31,7 +31,8 @@ from tests.support.scheduler_pair import STOP_TOKEN, SchedulerPair
 from worker.core import block_content
 from worker.core.block_content import BlockContent
 from worker.core.block_pool import BlockPool, _Seal
-from worker.core.scheduler import KvCacheMode, SchedulerConfig
+from worker.core.prefill_pace import PrefillPace
+from worker.core.scheduler import Batching, KvCacheMode, SchedulerConfig
 from worker.core.sequence import StopRule
 from worker.protocol.block_hash import ChainHasher, ExtraKey, ExtraKeyKind
 
@@ -60,6 +61,8 @@ configs = st.builds(
     max_preemptions=st.sampled_from([0, 1, 2, 9]),
     max_context=st.sampled_from([None] * 5 + [10]),
     kv_cache=st.sampled_from([KvCacheMode.FULL] * 8 + [KvCacheMode.DECODE, KvCacheMode.OFF]),
+    batching=st.sampled_from([Batching.CONTINUOUS] * 5 + [Batching.STATIC]),
+    pace=st.sampled_from([None, None, PrefillPace(1.0, 0.3, 0.01), PrefillPace(5.0, 0.2)]),
 )
 
 
@@ -94,6 +97,12 @@ class PoolSchedulerMachine(RuleBasedStateMachine):
     def abort_within_a_step(self, data: st.DataObject, num_failing: int) -> None:
         aborting = data.draw(st.lists(st.sampled_from(sorted(self.pair.live)), max_size=2, unique=True))
         self.pair.step(aborting=aborting, num_failing=num_failing)
+
+    @precondition(lambda self: self.pair.live)
+    @rule(data=st.data())
+    def run_out_of_memory(self, data: st.DataObject) -> None:
+        aborting = data.draw(st.lists(st.sampled_from(sorted(self.pair.live)), max_size=1))
+        self.pair.step(aborting=aborting, too_large=True)
 
     @precondition(lambda self: self.pair.live)
     @rule(data=st.data())
@@ -148,7 +157,8 @@ def test_ten_thousand_steps() -> None:
     while FRESH and seen["steps"] < 10_000:
         seen += run(BlockPool, max_examples=50)
     assert seen["steps"] >= 10_000
-    for what in ("hits", "evictions", "preemptions", "refused", "stop", "length", "abort", "error"):
+    for what in ("hits", "evictions", "preemptions", "refused", "stop", "length", "abort", "error", "shrunk",
+                 "claimed"):
         assert seen[what] > 20, f"the machine hardly ever sees {what}: {seen}"
 
 

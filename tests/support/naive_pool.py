@@ -55,9 +55,11 @@ class NaivePool:
     def num_held_alone(self, block_ids: Iterable[int]) -> int:
         return len([block_id for block_id in block_ids if self.refs[block_id] == 1])
 
-    def matchable(self, contents: Iterable[BlockContent]) -> Matchable:
+    def matchable(self, contents: Iterable[BlockContent], *, behind: int | None = None) -> Matchable:
         found: list[int] = []
-        prefix: Prefix = ()
+        before = () if behind is None else self.prefixes[behind]
+        assert before is not None
+        prefix: Prefix = before
         for content in contents:
             prefix = (*prefix, (content.tokens, content.extra_keys))
             if prefix not in self.prefixes:
@@ -65,8 +67,8 @@ class NaivePool:
             found.append(self.prefixes.index(prefix))
         return Matchable(tuple(found), len([block_id for block_id in found if self.refs[block_id] == 0]))
 
-    def match(self, contents: Iterable[BlockContent]) -> list[int]:
-        found = list(self.matchable(contents).block_ids)
+    def match(self, contents: Iterable[BlockContent], *, behind: int | None = None) -> list[int]:
+        found = list(self.matchable(contents, behind=behind).block_ids)
         for block_id in found:
             self._hold(block_id)
         return found

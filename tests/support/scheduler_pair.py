@@ -60,17 +60,18 @@ class SchedulerPair:
             self._take(update)
         return update
 
-    def step(self, *, aborting: Tokens[int] = (), num_failing: int = 0) -> StepPlan | None:
+    def step(self, *, aborting: Tokens[int] = (), num_failing: int = 0, too_large: bool = False) -> StepPlan | None:
         """Schedule, compute, abort `aborting` meanwhile, commit.
 
-        With `num_failing` the runner dies half-way, and the first so many sequences of the plan are to blame.
+        With `num_failing` the runner dies half-way, and the first so many sequences of the plan are to blame; with
+        `too_large` it runs out of memory half-way, and nobody is.
         """
         self.within_a_step = True
-        plan = self._step(aborting, num_failing)
+        plan = self._step(aborting, num_failing, too_large)
         self.within_a_step = False
         return plan
 
-    def _step(self, aborting: Tokens[int], num_failing: int) -> StepPlan | None:
+    def _step(self, aborting: Tokens[int], num_failing: int, too_large: bool) -> StepPlan | None:
         plan = self.real.schedule()
         if plan is None:
             assert self.real.idle(), "sequences are left, but nothing is planned"
@@ -79,11 +80,16 @@ class SchedulerPair:
         self._check_shares(plan)
         truth = {share.seq_id: prefix_digests(self._tokens[share.seq_id], self.live[share.seq_id].extra_keys)
                  for share in plan.sequences}
-        result = None if num_failing else self.runner.execute(plan, truth)
+        result = None if num_failing or too_large else self.runner.execute(plan, truth)
         assert plan == self.naive.schedule()
         for seq_id in aborting:
             self.abort(seq_id)
-        if result is None:
+        if too_large:
+            self.runner.break_down(plan)
+            updates = self.real.shrink_step(plan)
+            assert updates == self.naive.shrink_step(plan)
+            assert all(update.finish_reason is FinishReason.ABORT for update in updates)
+        elif result is None:
             self.runner.break_down(plan)
             to_blame = replace(plan, sequences=plan.sequences[:num_failing])
             updates = self.real.fail_step(to_blame)
@@ -94,7 +100,8 @@ class SchedulerPair:
         for update in updates:
             self._take(update)
         assert self.real.waiting_prefill_tokens == self.naive.waiting_prefill_tokens
-        self.seen.update(preemptions=len(plan.preemptions), evictions=plan.num_blocks_evicted, steps=1)
+        self.seen.update(preemptions=len(plan.preemptions), evictions=plan.num_blocks_evicted, steps=1,
+                         shrunk=int(too_large), claimed=int(self.real.num_claimed_blocks > 0))
         return plan
 
     def read_events(self) -> None:

@@ -27,6 +27,11 @@ _SHAPE: dict[str, Any] = {
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "head_dim": 24,
               "query_pre_attn_scalar": 24}
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4,
+            "shared_expert_intermediate_size": 48}
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+           "qk_rope_head_dim": 8, "v_head_dim": 20, "first_k_dense_replace": 1}
+
 # Family: config class and what it adds to or changes in _SHAPE.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -43,6 +48,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", _TWO_KINDS),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
                                   "embedding_multiplier": 2.0}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "phi4": ("Phi3Config", {"partial_rotary_factor": 0.75}),
+    "phi4_longrope": ("Phi3Config", {"original_max_position_embeddings": 160, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5] * 4, "long_factor": [4.0, 9.0] * 4,
+        "original_max_position_embeddings": 160}}),
+    "olmo2": ("Olmo2Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2MoeConfig", _EXPERTS),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "deepseek_v2": ("DeepseekV2Config", {**_EXPERTS, **_LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**_EXPERTS, **_LATENT, "n_group": 2, "topk_group": 1}),
 }
 
 

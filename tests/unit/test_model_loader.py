@@ -118,13 +118,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize(("changes", "says"), [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
         ({"model_type": "gemma3", "text_config": {}}, "multimodal"),
         ({"num_kv_shared_layers": 2}, "shares keys"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "longrope"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "no_such_family"}, "no_such_family"),
     ])
     def test_what_cannot_be_served(self, folder: Path, changes: dict[str, Any], says: str) -> None:

@@ -112,15 +112,18 @@ class BlockPool:
         """How many of a holder's blocks would become available if it let go."""
         return sum(self._ref_counts[block_id] == 1 for block_id in block_ids)
 
-    def matchable(self, contents: Iterable[BlockContent]) -> Matchable:
-        """The longest chain of `contents` that is findable now. Reads only; nothing is pinned."""
-        block_ids = tuple(seal.block_id for seal in self._walk(contents))
+    def matchable(self, contents: Iterable[BlockContent], *, behind: int | None = None) -> Matchable:
+        """The longest chain of `contents` that is findable now. Reads only; nothing is pinned.
+
+        `behind`: the chain goes on from this sealed block, which somebody holds; None: from the root.
+        """
+        block_ids = tuple(seal.block_id for seal in self._walk(contents, behind))
         return Matchable(block_ids, sum(not self._ref_counts[block_id] for block_id in block_ids))
 
-    def match(self, contents: Iterable[BlockContent]) -> list[int]:
+    def match(self, contents: Iterable[BlockContent], *, behind: int | None = None) -> list[int]:
         """The longest findable chain of `contents`, with a reference on each block for the caller to release."""
         matched = []
-        for seal in self._walk(contents):
+        for seal in self._walk(contents, behind):
             self._hold(seal.block_id)
             matched.append(seal.block_id)
         return matched
@@ -230,8 +233,9 @@ class BlockPool:
             if parent.block_id in idle_position:
                 assert idle_position[seal.block_id] < idle_position[parent.block_id], "a parent goes before its child"
 
-    def _walk(self, contents: Iterable[BlockContent]) -> Iterator[_Seal]:
-        seal: _Seal | None = None
+    def _walk(self, contents: Iterable[BlockContent], behind: int | None) -> Iterator[_Seal]:
+        seal = None if behind is None else self._seals[behind]
+        assert behind is None or seal is not None, f"block {behind} is not sealed: nothing can be findable behind it"
         for content in contents:
             seal = self._find(content, seal)
             if seal is None:

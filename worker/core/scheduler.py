@@ -4,11 +4,14 @@ Owns every sequence from submit() to its last update, and through the pool every
 tensor, a clock, a random number or a socket: the simulator runs this very code.
 
 There is no prefill or decode phase. A step moves num_computed_tokens of some sequences towards their num_tokens,
-under one token budget: sequences that need one position first, then running ones that need more, then admissions.
+under one token budget: sequences that need one position first, then running ones that need more, then admissions; but
+a more urgent sequence is admitted before a less urgent one's prefill goes on.
 
 - A sequence is admitted only when all it has to compute fits, and is never the reason for a preemption.
 - A running sequence that finds no block preempts the least urgent one, the last admitted first, never one ahead of
   itself. The victim's sealed blocks stay cached, so that its return finds most of its work done.
+- Whoever needs what a more urgent one is computing follows it: before admission in the waiting room, afterwards by
+  leaving it the block and taking it over when it is sealed.
 - Nothing is sealed before commit() says that it was computed. So a failed step leaves no trace in the cache.
 - One step is in flight from schedule() to commit() or fail_step(); who takes part in it keeps its blocks until then.
 """
@@ -16,7 +19,6 @@ under one token budget: sequences that need one position first, then running one
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 from worker.core.batch import (
     FinishReason,
@@ -29,14 +31,24 @@ from worker.core.batch import (
 )
 from worker.core.block_content import BlockContent, ContentChain
 from worker.core.block_pool import BlockPool, Matchable
-from worker.core.scheduler_config import KvCacheMode, Refusal, RefusalReason, SchedulerConfig, SchedulerCounters
+from worker.core.running_set import RunningSet
+from worker.core.scheduler_config import (
+    Batching,
+    KvCacheMode,
+    Refusal,
+    RefusalReason,
+    SchedulerConfig,
+    SchedulerCounters,
+    refusal_of,
+)
 from worker.core.sequence import Sequence
 from worker.core.step_draft import StepDraft
-from worker.core.twins import TwinGate
-from worker.core.waiting_queue import WaitingQueue
+from worker.core.step_limits import StepLimits
+from worker.core.waiting_room import WaitingRoom
 from worker.protocol.cache_events import CacheEvent
 
-__all__ = ["KvCacheMode", "Refusal", "RefusalReason", "Scheduler", "SchedulerConfig", "SchedulerCounters"]
+__all__ = ["Batching", "KvCacheMode", "Refusal", "RefusalReason", "Scheduler", "SchedulerConfig",
+           "SchedulerCounters"]
 
 
 class Scheduler:
@@ -49,14 +61,16 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.counters = SchedulerCounters()
-        self._waiting = WaitingQueue(config.max_waiting)
-        self._running: dict[int, Sequence] = {}  # in the order of admission
+        self._waiting = WaitingRoom(pool, config)
+        self._running = RunningSet(config.max_preemptions)
         self._aborting: set[int] = set()
-        self._gate = TwinGate()
         self._in_flight: StepPlan | None = None
         self._num_steps_planned = 0
+        self._preempted_since: list[Preemption] = []  # between steps; the next plan tells of them
         self._watermark_blocks = math.ceil(config.watermark * pool.num_blocks)
-        self._max_running = min(config.max_running, config.max_batch_tokens)  # or decodes could starve a prefill
+        # As many sequences as positions, or decodes could starve a prefill.
+        self._limits = StepLimits(max_tokens=config.max_batch_tokens,
+                                  max_running=min(config.max_running, config.max_batch_tokens))
 
     # --- what the engine asks for -------------------------------------------------------------------------------
 
@@ -68,14 +82,15 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> Refusal | None:
         """Queue a sequence with a new seq_id; None when it was taken. A refused one may be submitted again."""
-        refusal = self._refusal(sequence)
+        refusal = refusal_of(sequence, self.max_context)
         if refusal is not None:
             return refusal
+        if self._waiting.is_full:
+            return Refusal(RefusalReason.QUEUE_FULL, self.config.max_waiting, self.config.max_waiting + 1)
         if self.pool.caching:
             sequence.chain = ContentChain(self.pool.scheme, sequence.extra_keys)
             sequence.chain.append(sequence.token_ids)
         self._waiting.push(sequence)
-        self._note_uncached(sequence, len(self.pool.matchable(_contents(sequence)).block_ids))
         return None
 
     def abort(self, seq_id: int) -> SequenceUpdate | None:
@@ -86,7 +101,7 @@ class Scheduler:
         """
         sequence = self._running.get(seq_id)
         if sequence is None:
-            waiting = next((waiting for waiting in self._waiting if waiting.seq_id == seq_id), None)
+            waiting = self._waiting.find(seq_id)
             if waiting is None:
                 return None
             self._waiting.remove(waiting)
@@ -99,12 +114,14 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None when no sequence is left."""
         assert self._in_flight is None, "commit or fail the step in flight first"
-        draft = StepDraft(self.config.max_batch_tokens, self.pool.block_size)
-        for sequence in self._ranked_for_step():
-            if sequence.seq_id in self._running:  # it may have been preempted for one before it
-                self._continue(sequence, draft)
+        draft = StepDraft(self._limits.max_tokens, self.pool.block_size, self.config.pace)
+        draft.preemptions, self._preempted_since = self._preempted_since, []
+        self._waiting.gate.begin_pass()
+        at_once, after_more_urgent = self._running.ranked_for_step(self._waiting.first_priority)
+        self._continue_all(at_once, draft)
         if not draft.preemptions:
             self._admit(draft)
+        self._continue_all(after_more_urgent, draft)
         self._in_flight = draft.plan(self._num_steps_planned)
         self._num_steps_planned += self._in_flight is not None
         return self._in_flight
@@ -113,6 +130,7 @@ class Scheduler:
         """The step was computed: seal what is complete, append the sampled tokens, end what is done."""
         plan = self._land(result.step_id)
         self.counters.steps += 1
+        self._limits.fitted()
         updates = []
         for share in plan.sequences:
             sequence = self._running[share.seq_id]
@@ -141,8 +159,23 @@ class Scheduler:
                 updates.append(self._end(self._running[share.seq_id], FinishReason.ERROR))
         return updates
 
+    def shrink_step(self, plan: StepPlan) -> list[SequenceUpdate]:
+        """The step did not fit into memory: it is planned anew, at half its size, and nobody ends for it (but who was
+        aborted meanwhile). The least urgent sequences are preempted; larger steps come back by and by."""
+        planned = self._land(plan.step_id)
+        self.counters.failed_steps += 1
+        aborted = [share.seq_id for share in planned.sequences if share.seq_id in self._aborting]
+        updates = [self._end(self._running[seq_id], FinishReason.ABORT) for seq_id in aborted]
+        self._limits.shrink(num_tokens=planned.num_tokens, num_sequences=len(planned.sequences))
+        ranked = self._running.ranked()
+        for victim in ranked[self._limits.max_running:]:
+            if not self._running.is_protected(victim):
+                self._preempt(victim, ranked[0], self._preempted_since)
+        return updates
+
     def reset_cache(self) -> None:
         """Forget every cached block that no running sequence holds."""
+        self._waiting.give_up_claims()
         self.pool.reset()
 
     def take_events(self) -> list[CacheEvent]:
@@ -169,24 +202,24 @@ class Scheduler:
     @property
     def running_prefill_tokens(self) -> int:
         """Positions the running sequences have to compute before each can sample, decodes left out."""
-        return sum(s.num_remaining_tokens for s in self._running.values() if s.num_remaining_tokens > 1)
+        return self._running.prefill_tokens
 
     @property
     def decode_context_tokens(self) -> int:
         """Tokens whose K/V the decoding sequences read in a step."""
-        return sum(s.num_tokens for s in self._running.values() if s.num_remaining_tokens == 1)
+        return self._running.decode_context_tokens
+
+    @property
+    def num_claimed_blocks(self) -> int:
+        """Blocks that waiting sequences hold, each counted once."""
+        return self._waiting.claims.num_blocks
 
     def check_invariants(self) -> None:
         """AssertionError when sequences and pool disagree. O(blocks): for tests, and for idle moments."""
         self.pool.check_invariants()
-        holders: Counter[int] = Counter()
-        for sequence in self._running.values():
-            holders.update(sequence.block_table)
-            assert len(set(sequence.block_table)) == len(sequence.block_table), "a block is twice in one table"
-            assert sequence.num_computed_tokens <= len(sequence.block_table) * self.pool.block_size
-            assert sequence.num_sealed_blocks * self.pool.block_size <= sequence.num_computed_tokens + 1
-            assert sequence.num_cached_tokens is not None
-            assert 0 <= sequence.num_cached_tokens < sequence.num_prompt_tokens
+        claims = self._waiting.claims
+        assert claims.num_blocks <= claims.max_blocks, "claims cover more than they may"
+        holders = self._running.check_invariants(self.pool.block_size) + claims.holders()
         for block_id in range(self.pool.num_blocks):
             assert self.pool.ref_count(block_id) == holders[block_id], f"block {block_id}: holders and count differ"
         assert all(not waiting.block_table for waiting in self._waiting), "a waiting sequence holds blocks"
@@ -194,22 +227,9 @@ class Scheduler:
 
     # --- submit and end -----------------------------------------------------------------------------------------
 
-    def _refusal(self, sequence: Sequence) -> Refusal | None:
-        if sequence.num_prompt_tokens < 1:
-            return Refusal(RefusalReason.EMPTY_PROMPT, 1, sequence.num_prompt_tokens)
-        if sequence.stop_rule.max_new_tokens <= sequence.num_resumed_tokens:
-            return Refusal(RefusalReason.NO_NEW_TOKENS, sequence.num_resumed_tokens + 1,
-                           sequence.stop_rule.max_new_tokens)
-        if sequence.num_tokens_max > self.max_context:
-            return Refusal(RefusalReason.TOO_LONG, self.max_context, sequence.num_tokens_max)
-        if self._waiting.is_full:
-            return Refusal(RefusalReason.QUEUE_FULL, self.config.max_waiting, self.config.max_waiting + 1)
-        return None
-
     def _end(self, sequence: Sequence, reason: FinishReason) -> SequenceUpdate:
         self._running.pop(sequence.seq_id, None)
         self._aborting.discard(sequence.seq_id)
-        self._gate.forget(sequence)
         self._waiting.forget(sequence)
         self.pool.release(sequence.block_table)
         sequence.drop_blocks()
@@ -217,18 +237,30 @@ class Scheduler:
 
     # --- the step: those that run -------------------------------------------------------------------------------
 
-    def _ranked(self) -> list[Sequence]:
-        """The most urgent first, then the first admitted."""
-        return sorted(self._running.values(), key=lambda sequence: sequence.priority)
-
-    def _ranked_for_step(self) -> list[Sequence]:
-        """Ranked, but whoever needs one position only goes before whoever needs more."""
-        return sorted(self._ranked(), key=lambda sequence: sequence.num_remaining_tokens > 1)
+    def _continue_all(self, sequences: list[Sequence], draft: StepDraft) -> None:
+        for sequence in sequences:
+            if sequence.seq_id in self._running:  # it may have been preempted for one before it
+                self._continue(sequence, draft)
 
     def _continue(self, sequence: Sequence, draft: StepDraft) -> None:
+        if sequence.num_remaining_tokens > 1 and self._follows(sequence, draft):
+            return
         num_tokens = draft.share_of(sequence)
         if num_tokens and self._cover(sequence, sequence.num_computed_tokens + num_tokens, draft):
             draft.add(sequence)
+            self._waiting.gate.add_leader(sequence)
+
+    def _follows(self, sequence: Sequence, draft: StepDraft) -> bool:
+        """Take over what others have sealed meanwhile; whether somebody in this step computes what comes next."""
+        num_sealed, contents = sequence.num_sealed_blocks, _contents(sequence)
+        behind = sequence.block_table[num_sealed - 1] if num_sealed else None
+        found = self.pool.match(map(contents.__getitem__, range(num_sealed, len(contents))), behind=behind)
+        if found:
+            before = sequence.num_computed_tokens
+            self.pool.release(sequence.adopt(found, self.pool.block_size))
+            self.counters.adopted(sequence, sequence.num_computed_tokens - before)
+        leader = self._waiting.gate.leader_of(sequence, sequence.block_table[:sequence.num_sealed_blocks])
+        return leader is not None and leader in draft and sequence.num_remaining_tokens > 1
 
     def _cover(self, sequence: Sequence, num_positions: int, draft: StepDraft) -> bool:
         """Make the block table reach over `num_positions`, at others' expense if need be; False: at its own."""
@@ -236,8 +268,10 @@ class Scheduler:
         while num_missing > 0:
             if self._acquire(sequence, num_missing, draft):
                 break
-            victim = self._victim(sequence, draft)
-            self._preempt(victim, sequence, draft)
+            if self._waiting.give_up_a_claim():
+                continue
+            victim = self._running.victim(sequence, draft, self.pool)
+            self._preempt(victim, sequence, draft.preemptions)
             if victim is sequence:
                 return False
         return True
@@ -251,87 +285,66 @@ class Scheduler:
         draft.note_evictions(sequence, self.pool.num_evictions - evictions_before)
         return True
 
-    def _victim(self, needy: Sequence, draft: StepDraft) -> Sequence:
-        """The least urgent, last admitted one that frees a block; in the end the needy one itself.
-
-        Passed over: who has a share already, who was preempted often enough to own its blocks for good, and who
-        shares every block with others, since its going would gain nothing.
-        """
-        for candidate in reversed(self._ranked()):
-            if candidate is needy:
-                break
-            if candidate in draft or self._is_protected(candidate):
-                continue
-            if self.pool.num_held_alone(candidate.block_table):
-                return candidate
-        return needy
-
-    def _is_protected(self, sequence: Sequence) -> bool:
-        return sequence.num_preemptions >= self.config.max_preemptions
-
-    def _preempt(self, victim: Sequence, needy: Sequence, draft: StepDraft) -> None:
+    def _preempt(self, victim: Sequence, needy: Sequence, preemptions: list[Preemption]) -> None:
         num_freed = self.pool.num_held_alone(victim.block_table)
-        draft.preemptions.append(Preemption(victim.seq_id, needy.seq_id, num_freed, victim.num_computed_tokens))
+        preemptions.append(Preemption(victim.seq_id, needy.seq_id, num_freed, victim.num_computed_tokens))
         self.counters.preemptions += 1
         num_sealed = victim.num_sealed_blocks
         self.pool.release(victim.block_table)
         victim.preempt()
         del self._running[victim.seq_id]
-        self._waiting.requeue(victim)
-        self._note_uncached(victim, num_sealed)
+        self._waiting.requeue(victim, num_sealed_blocks=num_sealed)
 
     # --- the step: those that are admitted ----------------------------------------------------------------------
 
     def _admit(self, draft: StepDraft) -> None:
-        self._gate.begin_pass(self._running.values())
-        for sequence in self._waiting:
-            if not draft.num_tokens_left or len(self._running) >= self._max_running:
-                return
-            if self._gate.still_held(sequence, self._running.keys()):
+        self._waiting.gate.begin_pass(self._running.values())
+        for sequence in self._waiting.candidates(self._running.keys()):
+            if not draft.num_tokens_left or len(self._running) >= self._limits.max_running:
+                break
+            found = self._waiting.look_up(sequence, self._running.keys())
+            if found is None:
                 continue
-            found = self.pool.matchable(_contents(sequence))
-            num_after_leader = self._gate.hold(sequence, found.block_ids)
-            self._note_uncached(sequence, num_after_leader or len(found.block_ids))
-            if num_after_leader is not None:
-                continue
-            if not self._fits(sequence, found):
-                return  # first come first served: nobody slips past a sequence that waits for room
+            # First come first served: nobody slips past a sequence that waits for room.
+            if not self._has_share(sequence, found, draft) or not self._make_fit(sequence, found):
+                break
             self._start(sequence, draft)
-            self._gate.add_leader(sequence)
+            self._waiting.gate.add_leader(sequence)
+        self._waiting.protect()
 
-    def _fits(self, sequence: Sequence, found: Matchable) -> bool:
-        """Whether all it has to compute fits. What it matched counts as available until it is pinned: subtract it."""
+    def _has_share(self, sequence: Sequence, found: Matchable, draft: StepDraft) -> bool:
+        start = min(len(found.block_ids) * self.pool.block_size, sequence.num_tokens - 1)
+        return draft.share(start, sequence.num_tokens - start) > 0
+
+    def _make_fit(self, sequence: Sequence, found: Matchable) -> bool:
+        """Whether all it has to compute fits, if need be without what those behind it in the queue claim.
+
+        What it matched and does not hold counts as available until it is pinned: subtract it.
+        """
         num_fresh = self._num_blocks_at_admission(sequence) - len(found.block_ids)
         reserve = self._watermark_blocks if self._running else 0
-        return self.pool.num_available - found.num_idle - num_fresh >= reserve
+        while self.pool.num_available - found.num_idle - num_fresh < reserve:
+            if not self._waiting.give_up_a_claim(keep=sequence):
+                return False
+            found = self._waiting.claims.found(sequence)
+        return True
 
     def _num_blocks_at_admission(self, sequence: Sequence) -> int:
-        return self._num_blocks(sequence.num_tokens_max if self._is_protected(sequence) else sequence.num_tokens)
+        is_protected = self._running.is_protected(sequence)
+        return self._num_blocks(sequence.num_tokens_max if is_protected else sequence.num_tokens)
 
     def _start(self, sequence: Sequence, draft: StepDraft) -> None:
-        matched = self.pool.match(_contents(sequence))
+        self._waiting.remove(sequence)
+        matched = self._waiting.take_matched(sequence)
         sequence.take_matched(matched, self.pool.block_size)
         taken = self._acquire(sequence, self._num_blocks_at_admission(sequence) - len(matched), draft)
-        assert taken, "_fits() said there was room"
+        assert taken, "_make_fit() said there was room"
         if sequence.num_preemptions:
             self.pool.forgive(_contents(sequence)[len(matched):])
         if sequence.num_cached_tokens is None:
-            self._account_admission(sequence)
-        self._waiting.remove(sequence)
-        self._gate.forget(sequence)
+            self.counters.admitted(sequence, counts=self.pool.caching)
         self._running[sequence.seq_id] = sequence
         draft.add(sequence)
-
-    def _account_admission(self, sequence: Sequence) -> None:
-        """Once per sequence, after its blocks are in hand: 0 <= cached <= prompt - 1."""
-        # Resumed outputs may be cached too: they are no prompt tokens.
-        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
-        if self.pool.caching:
-            self.counters.queried_tokens += sequence.num_prompt_tokens
-            self.counters.hit_tokens += sequence.num_cached_tokens
-
-    def _note_uncached(self, sequence: Sequence, num_cached_blocks: int) -> None:
-        sequence.num_uncached_tokens = max(1, sequence.num_tokens - num_cached_blocks * self.pool.block_size)
 
     # --- what was computed --------------------------------------------------------------------------------------
 

@@ -122,6 +122,16 @@ class Sequence:
         self.num_sealed_blocks = len(self.block_table)
         self.num_computed_tokens = min(self.num_sealed_blocks * block_size, self.num_tokens - 1)
 
+    def adopt(self, block_ids: list[int], block_size: int) -> list[int]:
+        """Go on behind sealed blocks that another computed meanwhile. The blocks of its own that they replace."""
+        start, before = self.num_sealed_blocks, self.num_computed_tokens
+        replaced = self.block_table[start:start + len(block_ids)]
+        self.block_table[start:start + len(block_ids)] = block_ids
+        self.num_sealed_blocks += len(block_ids)
+        end = min(self.num_sealed_blocks * block_size, self.num_tokens - 1)
+        self.num_computed_tokens = max(before, end)
+        return replaced
+
     def advance(self, num_positions: int) -> int:
         """`num_positions` more have K/V now. How many of these had been computed before a preemption."""
         start = self.num_computed_tokens

@@ -6,15 +6,24 @@ Owns one step's draft, from schedule()'s first line to its last. It never takes 
 from __future__ import annotations
 
 from worker.core.batch import Preemption, ScheduledSequence, StepPlan
+from worker.core.prefill_pace import TOKENS_MIN, PrefillPace
 from worker.core.sequence import Sequence
 
 
 class StepDraft:
-    """Filled by the scheduler; `plan()` freezes it."""
+    """Filled by the scheduler; `plan()` freezes it.
 
-    def __init__(self, max_batch_tokens: int, block_size: int) -> None:
+    With a `pace`, prefill in a step in which somebody decodes is bounded in time too: TOKENS_MIN positions are what a
+    share is worth having for, the first in prefill gets them in any case, and those who need no more may overdraw the
+    time once.
+    """
+
+    def __init__(self, max_batch_tokens: int, block_size: int, pace: PrefillPace | None = None) -> None:
         self.num_tokens_left = max_batch_tokens
         self.preemptions: list[Preemption] = []
+        self._pace = pace
+        self._prefill_s_left = float("inf") if pace is None else pace.target_s
+        self._has_decodes = self._has_prefill = False
         self._max_batch_tokens = max_batch_tokens
         self._block_size = block_size
         self._shares: dict[int, ScheduledSequence] = {}
@@ -26,7 +35,18 @@ class StepDraft:
 
     def share_of(self, sequence: Sequence) -> int:
         """How many positions the budget still allows the sequence in this step."""
-        return min(sequence.num_remaining_tokens, self.num_tokens_left)
+        return self.share(sequence.num_computed_tokens, sequence.num_remaining_tokens)
+
+    def share(self, start: int, num_remaining: int) -> int:
+        """How many of `num_remaining` positions from `start` on the budget still allows."""
+        num_tokens = min(num_remaining, self.num_tokens_left)
+        if self._pace is None or not self._has_decodes or num_remaining == 1:
+            return num_tokens
+        in_time = self._pace.tokens_within(self._prefill_s_left, start)
+        if in_time < TOKENS_MIN:
+            is_small = num_remaining <= TOKENS_MIN and self._prefill_s_left > -self._pace.target_s
+            in_time = TOKENS_MIN if is_small or not self._has_prefill else 0
+        return min(num_tokens, in_time)
 
     def add(self, sequence: Sequence) -> None:
         """Give the sequence its share; its block table must cover it."""
@@ -46,6 +66,12 @@ class StepDraft:
             samples=end == sequence.num_tokens,
         )
         self.num_tokens_left -= num_tokens
+        if sequence.num_remaining_tokens == 1:
+            self._has_decodes = True
+        else:
+            self._has_prefill = True
+            if self._pace is not None:
+                self._prefill_s_left -= self._pace.seconds(start, num_tokens)
 
     def note_evictions(self, sequence: Sequence, num_blocks: int) -> None:
         """`num_blocks` cached blocks went to make room for the sequence."""

@@ -1,18 +1,19 @@
-"""Holds a waiting sequence back while a running one computes the very block it needs next.
+"""Holds a sequence back while a running one computes the very block it needs next.
 
 Owns who is held, and for whom. Holding is only ever a delay: when the leader has sealed the blocks both need, or has
 left, the sequence goes on from there by itself; a leader's prefill is finite, and nobody follows more than
-MAX_LEADERS of them one after the other. It never looks into the pool.
+MAX_LEADERS of them one after the other. Nobody waits for a less urgent leader. It never looks into the pool.
 
 Two sequences need the same block when its content (hash, tokens, extra keys) is equal and its parent is the same
 block; the hash alone is a hint. Known approximation: the leader's speed does not matter, the follower waits for all
-that they share. Chasing a leader block by block within its prefill is not done here.
+that they share.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Blocks
 from dataclasses import dataclass
 
 from worker.core.sequence import Sequence
@@ -29,20 +30,20 @@ class _Hold:
 
 
 class TwinGate:
-    """Asked for each waiting sequence in each scheduling pass."""
+    """Asked for each waiting sequence, and each running one in prefill, in each scheduling pass."""
 
     def __init__(self) -> None:
         self._holds: dict[int, _Hold] = {}
         self._computing: defaultdict[int, list[Sequence]] = defaultdict(list)
 
-    def begin_pass(self, running: Iterable[Sequence]) -> None:
-        """Note which block each running sequence computes next."""
+    def begin_pass(self, leaders: Iterable[Sequence] = ()) -> None:
+        """Note which block each of these computes next."""
         self._computing.clear()
-        for sequence in running:
+        for sequence in leaders:
             self.add_leader(sequence)
 
     def add_leader(self, sequence: Sequence) -> None:
-        """A sequence admitted in this pass leads the twins behind it."""
+        """Whoever needs its next block too may follow it."""
         chain, index = sequence.chain, sequence.num_sealed_blocks
         if chain is not None and index < len(chain.blocks):
             self._computing[chain.blocks[index].block_hash].append(sequence)
@@ -59,7 +60,7 @@ class TwinGate:
 
         Returns how many leading blocks it will find sealed when the leader is done, or None when it should go ahead.
         """
-        leader = self._leader(sequence, matched_block_ids)
+        leader = self.leader_of(sequence, matched_block_ids)
         earlier = self._holds.get(sequence.seq_id)
         num_leaders = 1 if earlier is None else earlier.num_leaders + (earlier.leader is not leader)
         if leader is None or num_leaders > MAX_LEADERS:
@@ -72,7 +73,8 @@ class TwinGate:
         """The sequence was admitted or has ended."""
         self._holds.pop(sequence.seq_id, None)
 
-    def _leader(self, sequence: Sequence, matched_block_ids: tuple[int, ...]) -> Sequence | None:
+    def leader_of(self, sequence: Sequence, matched_block_ids: Blocks[int]) -> Sequence | None:
+        """Who computes the block that comes behind these ones of the sequence's."""
         index = len(matched_block_ids)
         if sequence.chain is None or index >= len(sequence.chain.blocks):
             return None
@@ -80,6 +82,8 @@ class TwinGate:
         for leader in self._computing.get(content.block_hash, ()):
             assert leader.chain is not None
             if leader.num_sealed_blocks != index or leader.chain.blocks[index] != content:
+                continue
+            if leader.priority > sequence.priority:
                 continue
             if index == 0 or leader.block_table[index - 1] == matched_block_ids[-1]:
                 return leader

@@ -32,6 +32,10 @@ class WaitingQueue:
         return iter([sequence for _, _, sequence in self._entries])
 
     @property
+    def first(self) -> Sequence | None:
+        return self._entries[0][2] if self._entries else None
+
+    @property
     def is_full(self) -> bool:
         return len(self._entries) >= self._max_waiting
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from worker.model.latent_attention import into_latent_space, is_latent, out_of_latent_space
 from worker.model.model_error import ModelError
 
 ATTENTION_NAME = "headstart_paged"
@@ -23,7 +24,8 @@ class AttentionCall:
     """One layer's turn. `query` is [heads, rows, key_dim], `key` [kv_heads, rows, key_dim], `value` likewise.
 
     Rows are those of the whole batch, packed end to end, rope already applied. `window` is how many positions a row
-    sees, itself included (None: all); `softcap` bounds the scores by cap * tanh(score / cap).
+    sees, itself included (None: all); `softcap` bounds the scores by cap * tanh(score / cap). `value_in_key`: each
+    value is the front of its key (latent attention), and needs no room of its own.
     """
 
     layer: int
@@ -33,6 +35,7 @@ class AttentionCall:
     scaling: float
     window: int | None
     softcap: float | None
+    value_in_key: bool = False
 
 
 class AttentionPass(Protocol):
@@ -59,10 +62,12 @@ def _paged_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
         raise ModelError(f"{type(module).__name__} uses attention sinks, which are not supported yet")
     scaling = given.get("scaling")
     window = given.get("sliding_window")
+    latent = is_latent(module)
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
-        query=query[0], key=key[0], value=value[0],
+        query=into_latent_space(module, query[0]) if latent else query[0], key=key[0], value=value[0],
         scaling=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         window=int(window) if window else None,
-        softcap=given.get("softcap"))
-    return attention_pass.attend(call).unsqueeze(0), None
+        softcap=given.get("softcap"), value_in_key=latent)
+    out = attention_pass.attend(call)
+    return (out_of_latent_space(module, out) if latent else out).unsqueeze(0), None

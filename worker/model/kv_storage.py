@@ -10,7 +10,7 @@ blocks is finite and the same every time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from worker.model.model_spec import LayerGeometry
 class KVStorage:
     """`keys[layer]` is [num_blocks + 1, block_size, num_kv_heads, key_dim]; `values[layer]` alike with value_dim.
 
-    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim].
+    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim]. Where a
+    layer's values are the front of its keys, `values[layer]` is a view of `keys[layer]`.
     """
 
     block_size: int
@@ -47,7 +48,8 @@ class KVStorage:
 
         try:
             keys = [zeros(g.num_kv_heads, g.key_dim) for g in layers]
-            values = [zeros(g.num_kv_heads, g.value_dim) for g in layers]
+            values = [store[..., :g.value_dim] if g.value_in_key else zeros(g.num_kv_heads, g.value_dim)
+                      for g, store in zip(layers, keys, strict=True)]
         except (RuntimeError, MemoryError) as error:   # torch.OutOfMemoryError is a RuntimeError; the CPU's is plain
             wanted = rows * block_size * sum(g.elements_per_token() for g in layers) * dtype.itemsize
             raise ModelError(f"{wanted / 2**30:.1f} GiB for {num_blocks} KV blocks cannot be had on {device}; "
@@ -61,11 +63,13 @@ class KVStorage:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        apart = (values for layer, values in enumerate(self.values) if not self._value_in_key(layer))
+        return sum(tensor.nbytes for tensor in (*self.keys, *apart))
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put rows of keys [n, kv_head, key_dim] and values at `slots` [n]: slot = block id * block_size + i."""
-        for store, rows in ((self.keys[layer], keys), (self.values[layer], values)):
+        pairs = [(self.keys[layer], keys), (self.values[layer], values)]
+        for store, rows in pairs[:1] if self._value_in_key(layer) else pairs:
             if self.head_major:
                 heads = store.permute(2, 0, 1, 3).flatten(1, 2)    # contiguous, so a view
                 heads.index_copy_(1, slots, rows.transpose(0, 1).to(store.dtype))
@@ -74,9 +78,10 @@ class KVStorage:
 
     def gather(self, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of these blocks [n], end to end: keys [n * block_size, kv_head, key_dim] and values, in `dtype`."""
-        keys, values = (store.index_select(0, block_ids).flatten(0, 1).to(dtype)
-                        for store in (self.keys[layer], self.values[layer]))
-        return keys, values
+        def gathered(store: torch.Tensor) -> torch.Tensor:
+            return store.index_select(0, block_ids).flatten(0, 1).to(dtype)
+
+        return self._pair(layer, gathered)
 
     def gather_heads(self, layer: int, block_ids: torch.Tensor,
                      dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,11 +89,24 @@ class KVStorage:
         if not self.head_major:
             keys, values = self.gather(layer, block_ids, dtype)
             return keys.transpose(0, 1), values.transpose(0, 1)
-        keys, values = (store.permute(2, 0, 1, 3).index_select(1, block_ids).flatten(1, 2).to(dtype)
-                        for store in (self.keys[layer], self.values[layer]))
-        return keys, values
+
+        def gathered(store: torch.Tensor) -> torch.Tensor:
+            return store.permute(2, 0, 1, 3).index_select(1, block_ids).flatten(1, 2).to(dtype)
+
+        return self._pair(layer, gathered)
 
     def clear(self, layer: int, block_ids: torch.Tensor) -> None:
         """Zero these blocks [n] whole."""
         self.keys[layer].index_fill_(0, block_ids, 0)
-        self.values[layer].index_fill_(0, block_ids, 0)
+        if not self._value_in_key(layer):
+            self.values[layer].index_fill_(0, block_ids, 0)
+
+    def _value_in_key(self, layer: int) -> bool:
+        return self.values[layer].data_ptr() == self.keys[layer].data_ptr()
+
+    def _pair(self, layer: int,
+              gathered: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = gathered(self.keys[layer])
+        if self._value_in_key(layer):
+            return keys, keys[..., :self.values[layer].shape[-1]]
+        return keys, gathered(self.values[layer])

@@ -28,7 +28,8 @@ class LayerSurvey:
             raise ModelError(f"layer {call.layer} attends twice in one pass; this model family is not supported")
         num_heads, num_rows, _ = call.query.shape
         num_kv_heads, _, key_dim = call.key.shape
-        self.seen[call.layer] = LayerGeometry(num_kv_heads, key_dim, call.value.shape[-1], call.window)
+        self.seen[call.layer] = LayerGeometry(num_kv_heads, key_dim, call.value.shape[-1], call.window,
+                                              call.value_in_key)
         return call.query.new_zeros(num_rows, num_heads, call.value.shape[-1])
 
 

@@ -18,6 +18,7 @@ from worker.model.compact_builder import NotCompact, build_compact
 from worker.model.compact_decoder import CompactDecoder
 from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
+from worker.model.latent_attention import keep_latents
 from worker.model.layer_survey import survey_layers
 from worker.model.linear import multiplies_bf16
 from worker.model.model_error import ModelError
@@ -26,6 +27,7 @@ from worker.model.model_spec import ModelSpec
 from worker.model.packaged import PACKAGED_MODELS
 from worker.model.paged_model import PagedModel
 from worker.model.strict_attention import KEY_TILE
+from worker.model.strict_experts import use_strict_experts
 
 __all__ = ["KVStorage", "ModelError", "ModelFolder", "PagedModel", "load_model", "resolve_model"]
 
@@ -35,8 +37,8 @@ _KV_DTYPES = ("float32", "bfloat16", "float16")
 _LATER_KV_DTYPES = ("int8", "fp8", "k8v4", "int4")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Their frequencies depend on the longest sequence in the batch, so cached keys would depend on who came along.
-_UNSOUND_ROPES = ("dynamic", "longrope")
+# Beyond a length their frequencies depend on the longest sequence in the batch, and with them every cached key.
+_ROPES_THAT_TURN = ("dynamic", "longrope")
 
 
 def resolve_model(model: str, *, cache_dir: Path | None = None, chat_template: Path | None = None) -> ModelFolder:
@@ -75,9 +77,11 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
     torch_dtype = _dtype_of(dtype, exactness, torch_device)
     stored_as = _kv_dtype_of(kv_dtype, torch_dtype)
     model = _load_weights(folder, torch_dtype, torch_device)
+    if exactness == "strict":
+        use_strict_experts(model)
     layers = survey_layers(model, device=torch_device)
     spec = ModelSpec(
-        name=folder.name, layers=layers, max_context=int(model.config.max_position_embeddings),
+        name=folder.name, layers=layers, max_context=_max_context(folder.name, model.config),
         vocab_size=int(model.config.vocab_size), eos_token_ids=_eos_token_ids(model),
         kv_bytes_per_token=sum(layer.elements_per_token() for layer in layers) * stored_as.itemsize,
         dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device))
@@ -122,21 +126,12 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
     kind = str(config.get("model_type", "unknown"))
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{kind} is an encoder-decoder model; only decoder-only models can be served")
-    if config.get("kv_lora_rank"):
-        raise ModelError(f"{kind} uses multi-head latent attention (MLA), which is not supported yet")
     if "text_config" in config:
         raise ModelError(f"{kind} is multimodal; use the text-only checkpoint of the family")
     if config.get("num_kv_shared_layers"):
         raise ModelError(f"{kind} shares keys and values between layers, which is not supported yet")
     if config.get("quantization_config"):
         raise ModelError(f"this {kind} checkpoint is quantised; use the unquantised one")
-    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
-    # Each is one rope, or one per layer type.
-    parts = [part for rope in ropes for part in (rope, *rope.values()) if isinstance(part, dict)]
-    kinds = {str(part.get("rope_type") or part.get("type")) for part in parts}
-    if unsound := kinds.intersection(_UNSOUND_ROPES):
-        raise ModelError(f"{kind} uses {unsound.pop()!r} rope, whose keys depend on the length of the sequence: its "
-                         "prefixes cannot be shared, so it cannot be served")
 
 
 def _load_weights(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
@@ -153,12 +148,28 @@ def _load_weights(folder: ModelFolder, dtype: torch.dtype, device: torch.device)
         if missing := sorted(report["missing_keys"]):    # transformers would make them up at random
             raise ModelError(f"{folder.path} lacks weights ({missing[0]} and {len(missing) - 1} more); "
                              "download the model again")
+        if keep_latents(model) == 0 and getattr(model.config, "kv_lora_rank", None):
+            raise ModelError(f"{folder.name} uses multi-head latent attention of a kind that is not supported")
         return model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{folder.name} does not fit on {device}; use a smaller model or --device cpu") from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n", 1)[0][:300]
         raise ModelError(f"{folder.path} cannot be loaded: {reason}") from error
+
+
+def _max_context(name: str, config: Any) -> int:
+    """The longest sequence whose every key depends on what comes before it alone."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):    # one rope, or one per layer type
+        if isinstance(part, dict) and part.get("rope_type") in _ROPES_THAT_TURN:
+            sound = int(part.get("original_max_position_embeddings") or longest)
+            if sound < longest:
+                logger.warning("%s is served up to %d positions of %d: beyond them its %s rope gives every key "
+                               "another value, so no prefix could be shared", name, sound, longest, part["rope_type"])
+                longest = sound
+    return longest
 
 
 def _device_of(device: str) -> torch.device:

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """One attention layer's K/V shape. `window` is how many positions a row sees, itself included; None: all."""
+    """One attention layer's K/V shape. `window` is how many positions a row sees, itself included; None: all.
+
+    `value_in_key`: a value is the first `value_dim` numbers of its key, as in latent attention.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    value_in_key: bool = False
 
     def elements_per_token(self) -> int:
-        """Numbers stored for one position: the keys and the values of every KV head."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        """Numbers stored for one position: the keys and, where they are apart, the values of every KV head."""
+        return self.num_kv_heads * (self.key_dim + (0 if self.value_in_key else self.value_dim))
 
 
 @dataclass(frozen=True, slots=True)

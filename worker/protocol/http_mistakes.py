@@ -46,9 +46,15 @@ class PrivateConnection(web.RequestHandler):
     __slots__ = ()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lost():
+            return  # each piece would be another mistake in the queue, until it is full and the end is never read
         super().data_received(data)
-        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+        if self._is_lost():
             self._end_open_bodies()     # nothing more can come, and aiohttp would let their readers wait
+
+    def _is_lost(self) -> bool:
+        """Whether what came last was not HTTP."""
+        return bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
 
     def _end_open_bodies(self) -> None:
         reading = self._current_request

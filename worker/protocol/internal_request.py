@@ -28,6 +28,9 @@ SALT_HEADER = "x-headstart-salt"
 SALT_FROM_HEADER = "x-headstart-salt-from"
 RESUME_HEADER = "x-headstart-resume"
 CACHED_TOKENS_HEADER = "x-headstart-cached-tokens"
+# Asked for and answered alike: a stream that tells its tokens in comments (told_tokens.py).
+TOKEN_IDS_HEADER = "x-headstart-token-ids"
+TOKEN_IDS_IN_COMMENTS = "comments"
 RESUME_ID_MAX_CHARS = 512
 PROMPTS_MAX = 1024
 SALT_MAX_BYTES = 64
@@ -38,14 +41,16 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that another worker began: the last `generated` prompt ids are what it has generated of `choice`.
 
     `sent_chars` of its text have reached the client. `id` and `created` are those of the response object. Tool calls
-    within what was generated have reached the client too: ids and calls travel in one chunk.
+    within what was generated have reached the client too: ids and calls travel in one chunk. `has_role`: so has the
+    chunk that opens the choice, which may be all that came of it (`generated` 0).
     """
 
-    generated: Annotated[int, msgspec.Meta(ge=1)]
+    generated: Annotated[int, msgspec.Meta(ge=0)]
     choice: Annotated[int, msgspec.Meta(ge=0)] = 0
     sent_chars: Annotated[int, msgspec.Meta(ge=0)]
     id: Annotated[str, msgspec.Meta(min_length=1, max_length=RESUME_ID_MAX_CHARS)]
     created: Annotated[int, msgspec.Meta(ge=0)]
+    has_role: bool = True
 
 
 _resume_decoder = msgspec.json.Decoder(Resume)
@@ -55,7 +60,8 @@ _resume_decoder = msgspec.json.Decoder(Resume)
 class InternalRequest:
     """What the gateway sent. `salt` applies from token position `salt_from` on; `tenant` is for logs and limits.
 
-    With `resume` there is one prompt, and at least one of its ids is no output.
+    With `resume` there is one prompt, and at least one of its ids is no output. `tells_token_ids`: the sender wants
+    the tokens of a stream in comments.
     """
 
     json_body: bytes
@@ -64,11 +70,13 @@ class InternalRequest:
     salt: bytes | None = None
     salt_from: int = 0
     resume: Resume | None = None
+    tells_token_ids: bool = False
 
 
 def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenant: str | None = None,
                     salt: bytes | None = None, salt_from: int = 0,
-                    resume: Resume | None = None) -> tuple[dict[str, str], bytes]:
+                    resume: Resume | None = None,
+                    tells_token_ids: bool = False) -> tuple[dict[str, str], bytes]:
     """(headers, body). The sender adds WORKER_TOKEN_HEADER itself."""
     headers = {
         "content-type": CONTENT_TYPE,
@@ -82,6 +90,8 @@ def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenan
         headers[SALT_FROM_HEADER] = str(salt_from)
     if resume is not None:
         headers[RESUME_HEADER] = msgspec.json.encode(resume).decode()
+    if tells_token_ids:
+        headers[TOKEN_IDS_HEADER] = TOKEN_IDS_IN_COMMENTS
     return headers, b"".join([json_body, *map(pack_tokens, prompts)])
 
 
@@ -114,6 +124,7 @@ def decode_internal(headers: Mapping[str, str], body: bytes) -> InternalRequest:
         salt=salt,
         salt_from=_number(headers, SALT_FROM_HEADER) if SALT_FROM_HEADER in headers else 0,
         resume=_resume(headers, lengths),
+        tells_token_ids=headers.get(TOKEN_IDS_HEADER) == TOKEN_IDS_IN_COMMENTS,
     )
 
 

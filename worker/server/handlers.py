@@ -19,7 +19,7 @@ from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import CompletionRequest
 from worker.protocol.api_error import ApiError
-from worker.protocol.internal_request import CACHED_TOKENS_HEADER
+from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
@@ -34,7 +34,8 @@ from worker.server.openai_format import (
     best_choices,
 )
 from worker.server.shell import Shell, shell_of
-from worker.server.sse import ForeignWire, PlainWire, Wire, open_stream
+from worker.server.sse import open_stream
+from worker.server.wire import wire_of
 
 _log = get_logger("worker.server.handlers")
 
@@ -64,9 +65,7 @@ async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
         async with _submitted(request, shell, admission, route) as generation:
             layout = _format(shell, generation, admission, route)
             if admission.body.stream:
-                wire: Wire = PlainWire() if admission.foreign is None else ForeignWire(
-                    admission.foreign, prompt_tokens=generation.account().prompt_tokens)
-                return await _stream(request, generation, layout, wire)
+                return await _stream(request, generation, layout, admission)
             return await _whole(generation, layout, admission)
 
 
@@ -112,7 +111,7 @@ def _generation(request: web.Request, shell: Shell, admission: Admission, route:
     if isinstance(body, CompletionRequest) and body.echo:
         generation.echo([_prompt_text(prompt, serving.renderer) for prompt in body.prompts])
     if resume is not None:
-        generation.replay(admission.prompts[0][-resume.generated:], sent_chars=resume.sent_chars)
+        generation.replay(admission.generated_token_ids, sent_chars=resume.sent_chars)
     return generation
 
 
@@ -142,7 +141,7 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
     layout = (CompletionFormat if route is COMPLETIONS else ChatFormat)(head, serving.token_text)
     if resume is not None:
-        layout.resumed(resume.choice, admission.prompts[0][-resume.generated:])
+        layout.resumed(resume.choice, admission.generated_token_ids, has_role=resume.has_role)
     return layout
 
 
@@ -163,21 +162,22 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
 
 
 async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,
-                  wire: Wire) -> web.StreamResponse:
+                  admission: Admission) -> web.StreamResponse:
     deltas = await generation.next_deltas()      # an ApiError up to here is a status, not an event
+    wire = wire_of(admission, generation)
     response = await open_stream(request, {
         REQUEST_ID_HEADER: generation.request_id,
         CACHED_TOKENS_HEADER: str(generation.account().cached_tokens),
+        **({TOKEN_IDS_HEADER: TOKEN_IDS_IN_COMMENTS} if admission.tells_token_ids else {}),
     })
     # A client that leaves between two writes shows as a ConnectionError; the caller's `finally` stops the engine.
     with suppress(ConnectionError):
         try:
             while deltas:
-                chunks = [chunk for delta in deltas for chunk in layout.chunks(delta)]
-                if chunk_bytes := wire.chunks(chunks, generation.account().cached_tokens):
+                if chunk_bytes := b"".join(wire.told(delta, layout.chunks(delta)) for delta in deltas):
                     await response.write(chunk_bytes)
                 deltas = await generation.next_deltas()
-            await response.write(wire.chunks(layout.ending(generation.account()), 0) + wire.done())
+            await response.write(wire.done(layout.ending(generation.account())))
         except ApiError as refusal:
             await response.write(wire.failed(refusal))
         except ConnectionError:

@@ -84,6 +84,7 @@ class Admission:
     """A checked request: `prompts` fit the context, `max_new_tokens` (one per prompt) too.
 
     With `resume` there is one prompt and one choice, and the prompt's last ids are what was generated already.
+    `tells_token_ids`: the gateway wants a stream's tokens in comments.
     """
 
     body: Body
@@ -96,21 +97,29 @@ class Admission:
     grammar: GrammarSpec | None
     resume: Resume | None = None
     foreign: ForeignAnswer | None = None
+    tells_token_ids: bool = False
 
     @property
     def num_generated(self) -> int:
         return 0 if self.resume is None else self.resume.generated
 
+    @property
+    def generated_token_ids(self) -> list[int]:
+        """What another worker has generated."""
+        prompt = self.prompts[0]
+        return prompt[len(prompt) - self.num_generated:]
+
 
 async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     """Read and check a request; ApiError on everything that cannot run."""
     serving = shell.require_accepting()
-    resume = foreign = None
+    resume, foreign, tells_token_ids = None, None, False
     if is_internal(request.headers):
         require_worker_token(request, shell)
         raw = await read_body(request, shell.config.max_body_bytes)
         internal = decode_internal(request.headers, raw)
         prompts, resume, extra_keys, tokenize_s = internal.prompts, internal.resume, _gateway_salt(internal), 0.0
+        tells_token_ids = internal.tells_token_ids
         body = _body_of(internal, route)
         _check_vocabulary(prompts, serving.ready, route)
     else:
@@ -127,7 +136,7 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     return Admission(
         body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
         extra_keys=extra_keys, tokenize_s=tokenize_s, grammar=grammar_of(body, serving.renderer), resume=resume,
-        foreign=foreign)
+        foreign=foreign, tells_token_ids=tells_token_ids)
 
 
 def require_worker_token(request: web.Request, shell: Shell) -> None:
@@ -177,7 +186,13 @@ def _body_of(internal: InternalRequest, route: Route) -> Body:
         return body
     if not body.stream:
         raise invalid_request("Only a stream can be resumed.", RESUME_HEADER)
-    return msgspec.structs.replace(body, n=1)    # each unfinished choice is resumed by a request of its own
+    # Each unfinished choice is resumed by a request of its own, with its own prompt.
+    if isinstance(body, CompletionRequest):
+        number = internal.resume.choice // body.num_candidates
+        if number >= len(body.prompts):
+            raise invalid_request(f"{RESUME_HEADER}: there is no choice {internal.resume.choice}.", RESUME_HEADER)
+        return msgspec.structs.replace(body, n=1, prompts=[body.prompts[number]])
+    return msgspec.structs.replace(body, n=1)
 
 
 def _gateway_salt(internal: InternalRequest) -> tuple[ExtraKey, ...]:

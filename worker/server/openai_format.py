@@ -104,8 +104,8 @@ class ResponseFormat(ABC):
         return [self._chunk([self._chunk_choice(delta)])]
 
     @abstractmethod
-    def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
-        """These tokens of a choice were told by another worker: go on as if by us."""
+    def resumed(self, choice: int, token_ids: Sequence[int], *, has_role: bool = True) -> None:
+        """These tokens of a choice were told by another worker, and the chunk with its role: go on as if by us."""
 
     def ending(self, account: Account) -> list[Json]:
         """What follows the last choice's last chunk: usage, without choices, where it was asked for."""
@@ -163,8 +163,9 @@ class ChatFormat(ResponseFormat):
                    "finish_reason": None}
         return [self._chunk([self._completed(opening, ())]), *rest]
 
-    def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
-        self._has_role.add(choice)
+    def resumed(self, choice: int, token_ids: Sequence[int], *, has_role: bool = True) -> None:
+        if has_role:
+            self._has_role.add(choice)
 
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
         said: Json = {"content": delta.text} if delta.text else {}
@@ -214,7 +215,7 @@ class CompletionFormat(ResponseFormat):
         self._decoders: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(
             partial(codecs.getincrementaldecoder("utf-8"), "replace"))
 
-    def resumed(self, choice: int, token_ids: Sequence[int]) -> None:
+    def resumed(self, choice: int, token_ids: Sequence[int], *, has_role: bool = True) -> None:
         for token_id in token_ids:
             self._advance(choice, token_id)
 
