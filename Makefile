@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker clean
+.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -62,6 +62,12 @@ bench-gateway: dev
 # The data path against other commits, interleaved: make bench-relay ARGS="--against main"
 bench-relay: dev
 	$(PY) -m loadtests.bench.relay $(ARGS)
+
+# Workers killed with 64 streams open: 100 trials on a tiny model, or make kill-trials ARGS="--model smollm2 --trials 10"
+kill-trials: dev
+	mkdir -p build/tiny
+	$(PY) -c 'import pathlib, tests.support.tiny_worker as t; t.write_tiny_model(pathlib.Path("build/tiny"))'
+	$(PY) -m loadtests.kill_trials --model build/tiny --name tiny --trials 100 --max-tokens 160 --kv-memory 16MiB $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -31,7 +31,7 @@ from gateway.knowledge.engines.headstart import (
     WorkerUnreachable,
 )
 from gateway.knowledge.feed_sequence import FeedSequence, Verdict
-from gateway.knowledge.index_writer import IndexWriter, NumberedBatch
+from gateway.knowledge.index_writer import TURN_S, IndexWriter, NumberedBatch
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.cache_events import (
     BlockRemoved,
@@ -144,7 +144,11 @@ class EventFeed:
     async def _take(self, messages: Sequence[list[bytes]], context: Context) -> None:
         """Apply the messages that come next, in one change; replay in front of the first that does not."""
         ready: list[NumberedBatch] = []
+        turn_ends_at = time.perf_counter() + TURN_S
         for frames in messages:
+            if time.perf_counter() >= turn_ends_at:
+                await asyncio.sleep(0)
+                turn_ends_at = time.perf_counter() + TURN_S
             seq, batch = self._decode(frames)
             verdict = self._sequence.judge(seq, batch.epoch)
             if verdict is Verdict.GAP:

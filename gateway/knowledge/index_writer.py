@@ -2,7 +2,8 @@
 
 Owns: an event applier per endpoint, and the order in which changes happen. Feeds hand changes in and wait for them:
 each has at most one under way, and the sockets' own limits do the rest.
-Must never: hold the loop for longer than a turn's worth of blocks, or judge sequence numbers (feed_sequence does).
+Must never: hold the loop for longer than a turn (TURN_S, and one piece of an event more), or judge sequence numbers
+(feed_sequence does). Blocks of endpoints that are gone are swept away in the turns after.
 Speculative entries are the dispatcher's: it bets when it books. This task only lets them expire.
 """
 
@@ -12,15 +13,15 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from gateway.routing.event_applier import AppliedCounts, EventApplier
 from gateway.routing.prefix_index import PrefixIndex
 from worker.protocol.block_hash import HashScheme
-from worker.protocol.cache_events import BlockStored, CacheEvent, EventBatch
+from worker.protocol.cache_events import BlockStored, EventBatch
 
 MAX_QUEUED_CHANGES = 1024
-EVENTS_PER_TURN = 256
+TURN_S = 0.0005
+SWEPT_BLOCKS_A_STEP = 128
 EXPIRY_INTERVAL_S = 1.0
 
 
@@ -49,6 +50,7 @@ class IndexWriter:
         self._index = index
         self._appliers: dict[str, EventApplier] = {}
         self._changes: asyncio.Queue[_Change] = asyncio.Queue(MAX_QUEUED_CHANGES)
+        self._turn_ends_at = 0.0
 
     async def restart(self, endpoint_id: str, scheme: HashScheme, epoch: str, blocks: Sequence[BlockStored]) -> None:
         """Forget all that this endpoint held and believe this snapshot instead."""
@@ -68,13 +70,10 @@ class IndexWriter:
         return applier.counts if applier is not None else AppliedCounts()
 
     async def run(self) -> None:
-        """Apply changes one after another, and let bets that are past due expire, for ever."""
+        """Apply changes one after another, let bets that are past due expire, and sweep when idle, for ever."""
         while True:
-            try:
-                async with asyncio.timeout(EXPIRY_INTERVAL_S):
-                    change = await self._changes.get()
-            except TimeoutError:
-                self._index.expire(time.monotonic())
+            change = await self._next_change()
+            if change is None:
                 continue
             try:
                 await self._perform(change)
@@ -86,6 +85,24 @@ class IndexWriter:
                 if not change.done.done():  # the feed may have been cancelled meanwhile
                     change.done.set_result(None)
 
+    async def _next_change(self) -> _Change | None:
+        """The next change, at the latest when this turn has ended; None when there was other work or none at all."""
+        if not self._changes.empty():
+            if time.perf_counter() >= self._turn_ends_at:
+                await self._breathe()
+            return self._changes.get_nowait()
+        if self._index.sweep(SWEPT_BLOCKS_A_STEP):
+            await self._breathe()
+            return None
+        try:
+            async with asyncio.timeout(EXPIRY_INTERVAL_S):
+                return await self._changes.get()
+        except TimeoutError:
+            self._index.expire(time.monotonic())
+            return None
+        finally:
+            self._turn_ends_at = time.perf_counter() + TURN_S
+
     async def _submit(self, change: _Change) -> None:
         await self._changes.put(change)
         await change.done
@@ -95,30 +112,30 @@ class IndexWriter:
             await self._apply_batches(self._appliers[change.endpoint_id], change.batches)
             return
         self._appliers.pop(change.endpoint_id, None)
-        self._index.purge(change.endpoint_id)
+        self._index.retire(change.endpoint_id)
         if change.restart is not None:
             scheme, epoch, blocks = change.restart
             applier = EventApplier(self._index, change.endpoint_id, scheme, epoch)
             self._appliers[change.endpoint_id] = applier
-            for events in _slices(blocks):
-                applier.apply_events(events)
-                await asyncio.sleep(0)
+            await self._spread(applier.event_steps(blocks))
 
     async def _apply_batches(self, applier: EventApplier, batches: Sequence[NumberedBatch]) -> None:
-        since_breath = 0
         for numbered in batches:
-            applier.apply(numbered.batch, numbered.seq)
-            since_breath += len(numbered.batch.events)
-            if since_breath >= EVENTS_PER_TURN:
-                since_breath = 0
-                await asyncio.sleep(0)
+            await self._spread(applier.steps(numbered.batch, numbered.seq))
+
+    async def _spread(self, steps: Iterator[None]) -> None:
+        """Take the steps, over as many turns of the loop as they need."""
+        for _ in steps:
+            if time.perf_counter() >= self._turn_ends_at:
+                # Memory of the gone comes back at the pace at which new blocks come, also when the feeds never pause.
+                self._index.sweep(SWEPT_BLOCKS_A_STEP)
+                await self._breathe()
+
+    async def _breathe(self) -> None:
+        await asyncio.sleep(0)
+        self._turn_ends_at = time.perf_counter() + TURN_S
 
 
 def _new_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
-
-def _slices(blocks: Sequence[BlockStored]) -> Iterator[list[CacheEvent]]:
-    rest = iter(blocks)
-    while part := list(islice(rest, EVENTS_PER_TURN)):
-        yield list[CacheEvent](part)

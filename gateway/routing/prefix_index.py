@@ -16,40 +16,33 @@ a chain gets one second chance when its tail goes, which is an approximation of 
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import NamedTuple
 
-from gateway.routing.block_tree import ROOT, BlockTree
-from gateway.routing.claims import Claims, Speculation
+from gateway.routing.block_tree import ROOT, ROW_BYTES, BlockTree
+from gateway.routing.claims import STAKE_COUNT_BITS, STAKE_COUNT_MASK, Claims, Speculation
+from gateway.routing.holder_sets import SET_BYTES
+from gateway.routing.holdings import Holdings
+from gateway.routing.roster import NO_MATCH, Match, Roster
+from gateway.routing.sweep import Sweep
 
 __all__ = ["NO_MATCH", "Match", "PrefixIndex", "Speculation"]
 
-# Measured with tracemalloc on CPython 3.11 (tests/unit/test_routing_prefix_index.py holds them to it). Tables double,
-# so the true figure swings around these.
-BLOCK_BYTES = 165
-CLAIM_BYTES = 60
+# Measured with tracemalloc on CPython 3.11 (tests/unit/test_routing_prefix_index.py holds them to it).
 LEAF_BYTES = 160
+EXTRA_BYTES = 120  # of a count other than one in the first lane, or of a block that is bet on
 SPECULATION_BYTES = 400
+BET_BLOCK_BYTES = 4
+# What one more block may cost at most: a row, a leaf, a set of its own, a count.
+_WORST_BYTES = ROW_BYTES + LEAF_BYTES + SET_BYTES + EXTRA_BYTES + BET_BLOCK_BYTES
 
 REFERENCES_MAX = 0xFFFF
 LANES_MAX = 64
-NAME_SETS_MAX = 4096
+FIRST_LANE = ("gpu", 0)
+FAST_TIERS = frozenset(("gpu", "hbm", "device"))
 _LANE_BITS = 16
-
-
-class Match(NamedTuple):
-    """How much of a prompt an endpoint holds. Consecutive from the first block on; a gap ends the match.
-
-    `speculative_blocks` are those beyond the confirmed run that hold when speculative claims count too.
-    """
-
-    confirmed_blocks: int
-    speculative_blocks: int
-
-
-NO_MATCH = Match(0, 0)
+_ONE = 1  # one reference in the first lane
 
 
 class PrefixIndex:
@@ -60,13 +53,17 @@ class PrefixIndex:
         self.num_evicted_blocks = 0
         self.num_refused_blocks = 0  # no known parent, or a collision
         self._tree = BlockTree()
-        self._claims: dict[str, Claims] = {}
-        self._slots: list[Claims | None] = []
-        self._num_claims = 0
-        self._lane_shift: dict[tuple[str, int], int] = {}
+        self._holdings = Holdings(self._tree)
+        self._roster = Roster()
+        self._sweep: Sweep | None = None
+        self._lane_shift: dict[tuple[str, int], int] = {FIRST_LANE: 0}
+        self._fast_lanes = REFERENCES_MAX
         self._pending: list[Speculation] = []  # heap by expiry
         self._next_serial = 0
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._num_bet_blocks = 0
+        self._num_extra = 0  # references and stakes, over all endpoints
+        self._num_spent = 0  # blocks that came and sets that were made: beyond a limit, the bound is looked at
+        self._spent_max = 0
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -77,44 +74,65 @@ class PrefixIndex:
         Each call adds one reference per block and (tier, group). Returns how many blocks were taken in: fewer than
         given when the parent is not in the index, or after a hash that is known under another parent.
         """
-        start = ROOT if parent is None else self._tree.id_of.get(parent)
-        if start is None or not hashes:
+        tree = self._tree
+        start = ROOT if parent is None else tree.find(parent)
+        if (not start and parent is not None) or not hashes:
             self.num_refused_blocks += len(hashes)
             return 0
-        claims = self._claims_of(endpoint_id)
-        shift = self._shift(tier, group)
-        known, fresh = self._tree.extend(start, hashes)
+        claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
+        shift = 0 if tier == "gpu" and not group else self._shift(tier, group)
+        bits = claims.bits if self._fast_lanes >> shift & 1 else claims.confirmed_bit | claims.any_bit
+        known, is_cut = tree.known(start, hashes)
+        num_stored = len(known)
+        last = start
         if known:
+            last = known[-1]
             self._reference(claims, known, shift)
-        if fresh:
-            claims.references.update(dict.fromkeys(fresh, 1 << shift))
-            self._tree.grant_fresh(fresh, claims.bits)
-            self._num_claims += len(fresh)
-        num_stored = len(known) + len(fresh)
+            self._holdings.grant(claims, known, bits)
+        if num_stored < len(hashes) and not is_cut:
+            fresh = self._append(claims, last, hashes[num_stored:] if known else hashes, bits)
+            claims.num_confirmed += len(fresh)
+            if shift:
+                claims.references.update(dict.fromkeys(fresh, _ONE << shift))
+                self._num_extra += len(fresh)
+            num_stored += len(fresh)
+            last = fresh[-1] if fresh else last
         self.num_refused_blocks += len(hashes) - num_stored
-        self._settle((fresh or known or [ROOT])[-1])
+        if num_stored == len(known):
+            tree.touch(last)
+        self._settle(len(hashes))
         return num_stored
 
     def remove(self, endpoint_id: str, hashes: Iterable[int], tier: str = "gpu", *, group: int = 0) -> int:
         """Drop one reference per hash. Returns how many were there to drop; the count never goes below zero."""
-        claims = self._claims.get(endpoint_id)
+        claims = self._roster.by_id.get(endpoint_id)
         if claims is None:
             return 0
         shift = self._shift(tier, group)
+        tree, holdings, references = self._tree, self._holdings, claims.references
+        find, discard, drop = tree.find, tree.discard_childless, holdings.drop
+        set_of, claimed, confirmed_bit = tree.set_of, holdings.sets.claimed, claims.confirmed_bit
         num_dropped = 0
         for block_hash in hashes:
-            block = self._tree.id_of.get(block_hash)
-            references = claims.references.get(block, 0) if block is not None else 0
-            if block is None or not references >> shift & REFERENCES_MAX:
+            block = find(block_hash)
+            if not block or not claimed[set_of[block]] & confirmed_bit:
+                continue
+            counts = references.get(block, _ONE)
+            if not counts >> shift & REFERENCES_MAX:
                 continue
             num_dropped += 1
-            references -= 1 << shift
+            counts -= 1 << shift
+            if counts:
+                self._count(claims, block, counts)
+                if not counts & self._fast_lanes:
+                    drop(claims, block, claims.fast_bit)
+                continue
             if references:
-                claims.references[block] = references
-            else:
-                del claims.references[block]
-                self._drop_claim(block, claims.bits)
-                self._tree.discard_unclaimed(block)
+                self._count(claims, block, _ONE)
+            claims.num_confirmed -= 1
+            drop(claims, block, claims.bits)
+            discard(block)
+        self._settle(0)
         return num_dropped
 
     def speculate(self, endpoint_id: str, hashes: Sequence[int], expires_at: float) -> Speculation:
@@ -122,40 +140,46 @@ class PrefixIndex:
 
         Blocks it holds already need no bet. Marks the chain as just used, so every booking should come by here.
         """
-        claims = self._claims_of(endpoint_id)
+        tree = self._tree
+        claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
         depth = self._confirmed_depth(claims, hashes)
-        start = self._tree.id_of[hashes[depth - 1]] if depth else ROOT
-        known, fresh = self._tree.extend(start, hashes[depth:])
-        references = claims.references
-        unconfirmed = [block for block in known if block not in references] if references else known
+        start = tree.find(hashes[depth - 1]) if depth else ROOT
+        known, is_cut = tree.known(start, hashes[depth:])
+        num_known = depth + len(known)
+        last = known[-1] if known else start
         self._next_serial += 1
-        speculation = Speculation(claims, unconfirmed + fresh, expires_at, self._next_serial)
-        stake = (speculation.serial,)
-        if unconfirmed:
-            self._stake(claims, unconfirmed, stake)
-        if fresh:
-            claims.stakes.update(dict.fromkeys(fresh, stake))
-            self._tree.grant_fresh(fresh, claims.any_bit)
-            self._num_claims += len(fresh)
+        unconfirmed = self._stake(claims, known) if known else array("i")
+        if num_known < len(hashes) and not is_cut:
+            fresh = self._append(claims, last, hashes[num_known:], claims.any_bit)
+            claims.stakes.update(dict.fromkeys(fresh, self._next_serial << STAKE_COUNT_BITS | 1))
+            self._num_extra += len(fresh)
+            unconfirmed.extend(fresh)
+            last = fresh[-1] if fresh else last
+        speculation = Speculation(claims, unconfirmed, expires_at, self._next_serial)
+        self._num_bet_blocks += len(unconfirmed)
         heapq.heappush(self._pending, speculation)
-        self._settle((fresh or known or [start])[-1])
+        tree.touch(last)
+        self._settle(len(hashes) + SPECULATION_BYTES // _WORST_BYTES + 1)
         return speculation
 
     def withdraw(self, speculation: Speculation) -> None:
         """Take back what this bet added and nobody confirmed or bets on as well. Twice is harmless."""
         claims, blocks = speculation.take()
-        serial = speculation.serial
+        self._num_bet_blocks -= len(blocks)
+        stakes, serial = claims.stakes, speculation.serial
         for block in reversed(blocks):  # tail first: nothing below is left to visit
-            stake = claims.stakes.get(block)
-            # A block's id may name another block by now; its stakes then are others'.
-            if stake is None or serial not in stake:
+            stake = stakes.get(block)
+            # A younger first bet: ours was settled, or a block's id names another block by now.
+            if stake is None or stake >> STAKE_COUNT_BITS > serial:
                 continue
-            if len(stake) > 1:
-                claims.stakes[block] = tuple(other for other in stake if other != serial)
+            if stake & STAKE_COUNT_MASK > 1:
+                stakes[block] = stake - 1
                 continue
-            del claims.stakes[block]
-            self._drop_claim(block, claims.any_bit)
-            self._tree.discard_unclaimed(block)
+            del stakes[block]
+            self._num_extra -= 1
+            self._holdings.drop(claims, block, claims.any_bit)
+            self._tree.discard_childless(block)
+        self._settle(0)
 
     def expire(self, now: float) -> None:
         """Forget the bets that are past due."""
@@ -163,21 +187,33 @@ class PrefixIndex:
             self.withdraw(heapq.heappop(self._pending))
 
     def purge(self, endpoint_id: str) -> None:
-        """Forget the endpoint altogether, in time proportional to its blocks. Its open bets become harmless."""
-        claims = self._claims.pop(endpoint_id, None)
+        """Forget the endpoint altogether, at once. Its open bets become harmless."""
+        self.retire(endpoint_id)
+        while self.sweep(1 << 20):
+            pass
+
+    def retire(self, endpoint_id: str) -> None:
+        """Nothing matches the endpoint from now on; sweep() gives back what it took up."""
+        claims = self._roster.retire(endpoint_id)
         if claims is None:
             return
-        tree, keep = self._tree, ~claims.bits
-        blocks = [*claims.references, *claims.stakes]
-        for block in blocks:
-            tree.mask[block] &= keep
-            tree.num_claims[block] -= 1
-        for block in reversed(blocks):
-            tree.discard_unclaimed(block)
-        self._num_claims -= len(blocks)
-        claims.references.clear()
-        claims.stakes.clear()
-        self._slots[claims.slot] = None
+        self._num_extra -= len(claims.references) + len(claims.stakes)
+        claims.clear()
+        self._holdings.sets.retired_bits |= claims.bits
+
+    def sweep(self, num_blocks: int) -> bool:
+        """Give memory of retired endpoints back, working for about as long as so many blocks take (about a
+        microsecond each). Returns whether there is more to do."""
+        sets = self._holdings.sets
+        if self._sweep is None:
+            if not sets.retired_bits:
+                return False
+            self._sweep = Sweep(self._tree, sets, sets.retired_bits)
+        if not self._sweep.step(num_blocks):
+            sets.retired_bits &= ~self._sweep.bits
+            self._roster.recycle(self._sweep.bits)
+            self._sweep = None
+        return bool(sets.retired_bits)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -189,177 +225,157 @@ class PrefixIndex:
         """
         if self._pending and self._pending[0].expires_at <= now:
             self.expire(now)
-        matches: dict[str, Match] = {}
-        confirmed: dict[str, int] = {}
-        confirmed_bits = self._confirmed_bits()
-        for depth, lost in self._ends(hashes):
-            exact = lost & confirmed_bits
-            either = lost >> 1 & confirmed_bits
-            if exact == either:  # the usual case: nothing speculative
-                names = self._names_of(exact)
-                if len(names) == 1:
-                    matches[names[0]] = Match(depth, 0)
-                else:
-                    matches.update(dict.fromkeys(names, Match(depth, 0)))
-                continue
-            confirmed.update(dict.fromkeys(self._names_of(exact), depth))
-            for endpoint_id in self._names_of(either):
-                num_confirmed = confirmed.get(endpoint_id, 0)
-                matches[endpoint_id] = Match(num_confirmed, depth - num_confirmed)
-        return matches
+        return self._roster.matches(self._holdings.ends(hashes))
 
     def holds(self, endpoint_id: str, block_hash: int) -> bool:
         """Whether the endpoint has a confirmed claim on this block, reachable or not."""
-        claims = self._claims.get(endpoint_id)
-        return claims is not None and self._tree.id_of.get(block_hash) in claims.references
+        claims = self._roster.by_id.get(endpoint_id)
+        block = self._tree.find(block_hash) if claims is not None else ROOT
+        return claims is not None and block != ROOT and bool(
+            self._holdings.bits_of(block, claims) & claims.confirmed_bit)
 
     def num_blocks(self, endpoint_id: str | None = None) -> int:
         """Distinct blocks that the endpoint is confirmed to hold; without an endpoint, all blocks known."""
         if endpoint_id is None:
             return len(self._tree)
-        claims = self._claims.get(endpoint_id)
-        return len(claims.references) if claims is not None else 0
+        claims = self._roster.by_id.get(endpoint_id)
+        return claims.num_confirmed if claims is not None else 0
 
     def num_speculative_blocks(self, endpoint_id: str) -> int:
-        claims = self._claims.get(endpoint_id)
+        claims = self._roster.by_id.get(endpoint_id)
         return len(claims.stakes) if claims is not None else 0
 
     def memory_bytes(self) -> int:
-        """An estimate from the counts: blocks, claims, leaves, bets."""
-        return (BLOCK_BYTES * len(self._tree) + CLAIM_BYTES * self._num_claims + LEAF_BYTES * len(self._tree.leaves)
-                + SPECULATION_BYTES * len(self._pending))
+        """An estimate from the counts: blocks, leaves, holder sets, counts beyond the usual, bets."""
+        return (self._tree.memory_bytes() + LEAF_BYTES * len(self._tree.leaves) + SET_BYTES * len(self._holdings.sets)
+                + EXTRA_BYTES * self._num_extra
+                + SPECULATION_BYTES * len(self._pending) + BET_BLOCK_BYTES * self._num_bet_blocks)
 
     def check_invariants(self) -> None:
         """AssertionError names what is wrong. Walks everything."""
-        tree = self._tree
+        tree, holdings = self._tree, self._holdings
         tree.check_invariants()
-        num_claims: dict[int, int] = {}
-        for claims in self._claims.values():
-            assert self._slots[claims.slot] is claims, "slot and claims disagree"
-            assert claims.references.keys().isdisjoint(claims.stakes), "a block is both confirmed and a bet"
-            assert all(claims.references.values()), "a claim without a reference"
-            for block in chain(claims.references, claims.stakes):
-                num_claims[block] = num_claims.get(block, 0) + 1
-            for block in tree.id_of.values():
-                reach = claims.bits_of(block) & tree.mask[tree.parent[block]]
-                assert tree.mask[block] & claims.bits == reach, f"wrong reach of {claims.endpoint_id}"
-        assert num_claims == {b: tree.num_claims[b] for b in tree.id_of.values() if tree.num_claims[b]}
-        assert self._num_claims == sum(num_claims.values()), "the sum of claims is off"
+        holdings.check_invariants(list(self._roster.by_id.values()))
+        blocks = tree.blocks()
+        for claims in self._roster.by_id.values():
+            assert self._roster.slots[claims.slot] is claims, "slot and claims disagree"
+            held = {block: holdings.bits_of(block, claims) for block in blocks}
+            confirmed = {block for block, bits in held.items() if bits & claims.confirmed_bit}
+            assert claims.references.keys() <= confirmed, "a count without a claim"
+            assert claims.stakes.keys() == {b for b, bits in held.items() if bits == claims.any_bit}, "bets differ"
+            assert len(confirmed) == claims.num_confirmed, "confirmed blocks and their count differ"
+            for block in confirmed:
+                counts = claims.references.get(block, _ONE)
+                is_fast = bool(counts & self._fast_lanes)
+                assert counts, "a claim without a reference"
+                assert bool(held[block] & claims.fast_bit) == is_fast, "a tier is wrong"
+                assert held[block] & claims.any_bit, "a confirmed block that is not held at all"
+            assert all(stake & STAKE_COUNT_MASK for stake in claims.stakes.values()), "a bet by nobody"
+        assert self._num_extra == sum(len(c.references) + len(c.stakes) for c in self._roster.by_id.values())
+        assert self._num_bet_blocks == sum(bet.num_blocks for bet in self._pending), "blocks bet on are miscounted"
         assert not len(tree) or self.memory_bytes() <= self.max_bytes, "over the bound"
 
     # ---- inside --------------------------------------------------------------------------------------------------
-
-    def _claims_of(self, endpoint_id: str) -> Claims:
-        claims = self._claims.get(endpoint_id)
-        if claims is None:
-            slot = self._slots.index(None) if None in self._slots else len(self._slots)
-            claims = self._claims[endpoint_id] = Claims(endpoint_id, slot)
-            self._slots[slot:slot + 1] = [claims]
-            self._names.clear()
-        return claims
 
     def _shift(self, tier: str, group: int) -> int:
         lane = (tier, group)
         shift = self._lane_shift.get(lane)
         if shift is None:
+            shift = _LANE_BITS * min(len(self._lane_shift), LANES_MAX - 1)
             # Beyond the limit, which only nonsense reaches, lanes share the last counter.
-            shift = self._lane_shift[lane] = _LANE_BITS * min(len(self._lane_shift), LANES_MAX - 1)
+            if len(self._lane_shift) < LANES_MAX:
+                self._lane_shift[lane] = shift
+                if tier in FAST_TIERS:
+                    self._fast_lanes |= REFERENCES_MAX << shift
         return shift
 
+    def _append(self, claims: Claims, parent: int, hashes: Sequence[int], bits: int) -> list[int]:
+        """New blocks below `parent`, claimed for `bits`; the first of `hashes` is known to be unknown."""
+        holder_set = self._holdings.fresh_set(parent, bits)
+        if len(hashes) == 1:
+            blocks = [self._tree.append_one(parent, hashes[0], holder_set)]
+        else:
+            blocks = self._tree.append(parent, hashes, holder_set)
+        self._holdings.made(claims, holder_set, len(blocks))
+        return blocks
+
     def _reference(self, claims: Claims, blocks: list[int], shift: int) -> None:
-        """One more reference on each of `blocks`, a chain of known blocks; the first one confirms."""
-        references, stakes, num_claims, one = claims.references, claims.stakes, self._tree.num_claims, 1 << shift
+        """One more reference on each of `blocks`; the first one confirms. grant() is the caller's."""
+        bits_of, confirmed_bit, references = self._holdings.bits_of, claims.confirmed_bit, claims.references
         for block in blocks:
-            held = references.get(block)
-            if held is not None:
-                if held >> shift & REFERENCES_MAX < REFERENCES_MAX:
-                    references[block] = held + one
+            if bits_of(block, claims) & confirmed_bit:
+                counts = references.get(block, _ONE)
+                if counts >> shift & REFERENCES_MAX < REFERENCES_MAX:
+                    self._count(claims, block, counts + (1 << shift))
                 continue
-            references[block] = one
-            if block in stakes:
-                del stakes[block]
+            claims.num_confirmed += 1
+            if claims.stakes.pop(block, None) is not None:
+                self._num_extra -= 1
+            if shift:
+                self._count(claims, block, 1 << shift)
+
+    def _count(self, claims: Claims, block: int, counts: int) -> None:
+        references = claims.references
+        before = len(references)
+        if counts == _ONE:
+            references.pop(block, None)
+        else:
+            references[block] = counts
+        self._num_extra += len(references) - before
+
+    def _stake(self, claims: Claims, blocks: list[int]) -> array[int]:
+        """One more bet on each of `blocks` that is not confirmed; returns those."""
+        stakes, bits_of, confirmed_bit = claims.stakes, self._holdings.bits_of, claims.confirmed_bit
+        first = self._next_serial << STAKE_COUNT_BITS | 1
+        before = len(stakes)
+        unconfirmed = array("i")
+        for block in blocks:
+            stake = stakes.get(block)
+            if stake is None:
+                if bits_of(block, claims) & confirmed_bit:
+                    continue
+                stakes[block] = first
             else:
-                num_claims[block] += 1
-                self._num_claims += 1
-        self._tree.grant(blocks, claims.bits, claims.bits_of)
+                stakes[block] = stake + 1
+            unconfirmed.append(block)
+        if len(stakes) > before:
+            self._num_extra += len(stakes) - before
+            self._holdings.grant(claims, blocks, claims.any_bit)
+        return unconfirmed
 
-    def _stake(self, claims: Claims, blocks: list[int], stake: tuple[int]) -> None:
-        stakes, num_claims = claims.stakes, self._tree.num_claims
-        for block in blocks:
-            others = stakes.get(block)
-            if others is not None:
-                stakes[block] = others + stake
-                continue
-            stakes[block] = stake
-            num_claims[block] += 1
-            self._num_claims += 1
-        self._tree.grant(blocks, claims.any_bit, claims.bits_of)
+    def _settle(self, num_blocks: int) -> None:
+        """After every growth, by so many blocks at most: look at the bound, if they may have reached it."""
+        self._num_spent += num_blocks
+        if self._num_spent + self._holdings.sets.num_made > self._spent_max:
+            self._make_room()
 
-    def _drop_claim(self, block: int, bits: int) -> None:
-        self._tree.num_claims[block] -= 1
-        self._num_claims -= 1
-        self._tree.revoke(block, bits)
-
-    def _settle(self, block: int) -> None:
-        """After every growth: `block` is the newest; the oldest go if there is no room."""
-        self._tree.touch(block)
+    def _make_room(self) -> None:
+        """The oldest leaves go while the bound is passed."""
         leaves = self._tree.leaves
         while leaves and self.memory_bytes() > self.max_bytes:
             self._evict(next(iter(leaves)))
+        left = max(0, self.max_bytes - self.memory_bytes()) // _WORST_BYTES
+        self._spent_max = self._num_spent + self._holdings.sets.num_made + left
 
     def _evict(self, leaf: int) -> None:
-        for claims in self._claims.values():
-            if claims.references.pop(leaf, None) is not None or claims.stakes.pop(leaf, None) is not None:
-                self._drop_claim(leaf, claims.bits)
+        claimed, reached = self._holdings.clear(leaf)
+        for claims in self._roster.owners(claimed):
+            before = len(claims.references) + len(claims.stakes)
+            claims.references.pop(leaf, None)
+            claims.stakes.pop(leaf, None)
+            self._num_extra += len(claims.references) + len(claims.stakes) - before
+            claims.num_confirmed -= bool(claimed & claims.confirmed_bit)
+            claims.num_unreached -= bool((claimed ^ reached) & claims.bits)
         self.num_evicted_blocks += 1
-        self._tree.demote(self._tree.discard_unclaimed(leaf))
+        self._tree.demote(self._tree.discard_childless(leaf))
 
     def _confirmed_depth(self, claims: Claims, hashes: Sequence[int]) -> int:
         """How far the endpoint's confirmed claims reach along the chain."""
-        block_of, mask, bit = self._tree.id_of.get, self._tree.mask, claims.confirmed_bit
-        return bisect_left(hashes, True, key=lambda block_hash: (block := block_of(block_hash)) is None
-                           or not mask[block] & bit)
-
-    def _ends(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """(depth, bits whose run ends there), ascending. Masks only lose bits along a chain: equal ends, one run."""
-        ends: list[tuple[int, int]] = []
-        if not hashes:
-            return ends
-        block_of, mask = self._tree.id_of.get, self._tree.mask
-        first = mask[block] if (block := block_of(hashes[0])) is not None else 0
-        if not first:
-            return ends
-        last_index = len(hashes) - 1
-        last = mask[block] if (block := block_of(hashes[last_index])) is not None else 0
-        waiting = [(0, first, last_index, last)] if first != last else []
-        while waiting:
-            low, low_mask, high, high_mask = waiting.pop()
-            while high - low > 1:
-                middle = (low + high) >> 1
-                middle_mask = mask[block] if (block := block_of(hashes[middle])) is not None else 0
-                if middle_mask == low_mask:
-                    low = middle
-                elif middle_mask == high_mask:
-                    high = middle
-                else:
-                    waiting.append((middle, middle_mask, high, high_mask))
-                    high, high_mask = middle, middle_mask
-            ends.append((high, low_mask & ~high_mask))
-        if last:
-            ends.append((len(hashes), last))
-        return ends
-
-    def _confirmed_bits(self) -> int:
-        """Every endpoint's confirmed bit: 0b…0101."""
-        return ((1 << 2 * len(self._slots)) - 1) // 3
-
-    def _names_of(self, bits: int) -> tuple[str, ...]:
-        """The endpoints whose confirmed bits these are; remembered, since prompts share holders."""
-        names = self._names.get(bits)
-        if names is None:
-            if len(self._names) >= NAME_SETS_MAX:
-                self._names.clear()
-            names = tuple(claims.endpoint_id for claims in self._slots
-                          if claims is not None and bits & claims.confirmed_bit)
-            self._names[bits] = names
-        return names
+        if not claims.num_confirmed or not hashes:
+            return 0
+        find, set_of, reached = self._tree.find, self._tree.set_of, self._holdings.sets.reached
+        bit = claims.confirmed_bit
+        if (block := find(hashes[-1])) and reached[set_of[block]] & bit:
+            return len(hashes)
+        return bisect_left(hashes, True, key=lambda block_hash: not ((block := find(block_hash))
+                                                                      and reached[set_of[block]] & bit))

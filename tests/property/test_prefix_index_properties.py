@@ -41,6 +41,10 @@ class NaiveIndex:
         return {path for (owner, _), counts in self.references.items() if owner == endpoint_id
                 for path, count in counts.items() if count}
 
+    def fast(self, endpoint_id: str) -> set[Path]:
+        return {path for (owner, (tier, _)), counts in self.references.items()
+                if owner == endpoint_id and tier == "gpu" for path, count in counts.items() if count}
+
     def staked(self, endpoint_id: str) -> set[Path]:
         return {path for bet in self.bets if bet.endpoint_id == endpoint_id for path in bet.paths}
 
@@ -62,8 +66,9 @@ class NaiveIndex:
         for endpoint_id in ENDPOINTS:
             confirmed = run_length(path, self.confirmed(endpoint_id))
             either = run_length(path, self.confirmed(endpoint_id) | self.staked(endpoint_id))
+            fast = run_length(path, self.fast(endpoint_id))
             if either:
-                matches[endpoint_id] = Match(confirmed, either - confirmed)
+                matches[endpoint_id] = Match(confirmed, either - confirmed, confirmed - fast)
         return matches
 
 
@@ -89,6 +94,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         stored = prefixes_of(path)[start:]
         self.asked.add(path)
         expected = len(stored) if not parent or self.naive.knows(parent) else 0
+        while parent and not expected and self.index.sweep(1):
+            pass
         num_stored = self.index.store(endpoint_id, chain_of(path)[start:], lane[0], group=lane[1],
                                       parent=name_of(parent) if parent else None)
         assert num_stored == expected
@@ -133,9 +140,19 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(endpoint_id=endpoint_ids)
     def purge(self, endpoint_id: str) -> None:
-        before = [bet.handle for bet in self.naive.bets if bet.endpoint_id == endpoint_id]
         self.index.purge(endpoint_id)
-        for handle in before:
+        self.forget(endpoint_id)
+
+    @rule(endpoint_id=endpoint_ids, num_steps=st.integers(0, 3))
+    def retire(self, endpoint_id: str, num_steps: int) -> None:
+        """The blocks go later, but from now on nothing matches; `store` sweeps to the end first, to be comparable."""
+        self.index.retire(endpoint_id)
+        for _ in range(num_steps):
+            self.index.sweep(1)
+        self.forget(endpoint_id)
+
+    def forget(self, endpoint_id: str) -> None:
+        for handle in [bet.handle for bet in self.naive.bets if bet.endpoint_id == endpoint_id]:
             self.index.withdraw(handle)
         self.naive.bets = [bet for bet in self.naive.bets if bet.endpoint_id != endpoint_id]
         self.naive.references = {key: counts for key, counts in self.naive.references.items()

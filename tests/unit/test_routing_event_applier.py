@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.routing.block_tree import ROW_BYTES
 from gateway.routing.event_applier import AppliedCounts, EventApplier
-from gateway.routing.prefix_index import Match, PrefixIndex
+from gateway.routing.holder_sets import SET_BYTES
+from gateway.routing.prefix_index import LEAF_BYTES, Match, PrefixIndex
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme, block_hashes
 from worker.protocol.cache_events import (
     AllBlocksCleared,
@@ -96,7 +98,7 @@ def test_duplicate_stores_need_as_many_removals(worker: Worker) -> None:
 
 def test_tiers_are_counted_apart_and_named_in_any_case(worker: Worker) -> None:
     worker.send(stored(0, 2, medium="GPU"), stored(0, 2, medium="cpu"), BlockRemoved((1, 2), medium="gpu"))
-    assert worker.match() == Match(2, 0)
+    assert worker.match() == Match(2, 0, slow_blocks=2)
     counts = worker.send(BlockRemoved((1,), medium="gpu"))
     assert counts.num_unknown_removed == 1
     worker.send(BlockRemoved((2, 1), medium="CPU"))
@@ -181,7 +183,7 @@ def test_an_engine_hash_that_names_other_content_now(worker: Worker) -> None:
 
 
 def test_a_full_index_refuses_what_follows_a_dropped_block_and_handles_go_on_removal() -> None:
-    worker = Worker(max_bytes=1000)
+    worker = Worker(max_bytes=3 * ROW_BYTES + LEAF_BYTES + 3 * SET_BYTES)
     counts = worker.send(stored(0, 4), stored(4, 6))
     assert counts.num_refused == 2
     assert worker.match() is not None

@@ -24,6 +24,7 @@ MAX_RENDERED_CHARS = 64 * 1024 * 1024
 MAX_ERROR_CHARS = 500
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_NAMES = frozenset(_REASONING_FIELDS)
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Written after the final message to find its end; the trailing space tells whether the template trims."""
 
@@ -45,6 +46,7 @@ class ChatTemplate:
             self.uses_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error} (line {error.lineno})") from error
+        self._globals = dict(self._template.globals)
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._dialect = TemplateDialect(source, self._render_or_none)
@@ -57,14 +59,15 @@ class ChatTemplate:
         `template_kwargs` are further names for the template (enable_thinking, documents); they win over special
         tokens of the same name, as in transformers.
         """
-        chat = [_with_reasoning_aliases(self._dialect.adapt(_without_nulls(message), f"messages[{index}]"))
+        adapt = self._dialect.adapt
+        chat = [_with_reasoning_aliases(adapt(_without_nulls(message), index))
                 for index, message in enumerate(messages)]
         final = self._mark_final_message(chat) if continue_final_message else None
         context = {"documents": None, **self._special_tokens, **(template_kwargs or {}),
                    "messages": chat, "tools": list(tools) if tools is not None else None,
                    "add_generation_prompt": add_generation_prompt}
         try:
-            text = _join(self._template.generate(context))
+            text = _join(self._generate(context))
         except (ApiError, MemoryError):
             raise
         except Exception as error:  # foreign code: whatever it raises is its answer to these messages
@@ -83,9 +86,16 @@ class ChatTemplate:
         context = {"documents": None, **self._special_tokens, "messages": list(messages), "tools": None,
                    "add_generation_prompt": False}
         try:
-            return _join(self._template.generate(context))
+            return _join(self._generate(context))
         except Exception:  # a refusal is an answer here
             return None
+
+    def _generate(self, context: Mapping[str, Any]) -> Iterable[str]:
+        """The template's output piece by piece: Template.generate() without its merging of globals at every call."""
+        template = self._template
+        environment = template.environment
+        return template.root_render_func(environment.context_class(
+            environment, {**self._globals, **context}, template.name, template.blocks))
 
     def _mark_final_message(self, chat: list[Message]) -> str:
         """Append the mark to the last message's text and return that text."""
@@ -108,11 +118,15 @@ class ChatTemplate:
 
 def _without_nulls(message: Mapping[str, Any]) -> Message:
     # OpenAI's null means absent, and templates print "None" for it or fail; transformers drops such keys too.
-    return {key: value for key, value in message.items() if value is not None}
+    if None in message.values():
+        return {key: value for key, value in message.items() if value is not None}
+    return message if type(message) is dict else dict(message)
 
 
 def _with_reasoning_aliases(message: Message) -> Message:
     """Templates read a message's reasoning under different names; offer the ones that transformers offers."""
+    if _REASONING_NAMES.isdisjoint(message):
+        return message
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
     if reasoning is None:
         return message

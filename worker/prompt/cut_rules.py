@@ -17,7 +17,7 @@ such a pair inside forbids these places.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -128,16 +128,26 @@ class CutRule:
 
 def cut_rule(rules: TokenizerRules) -> CutRule | None:
     """The places where texts of this tokenizer may be cut; None when it has to see every text whole."""
-    if rules.model.dropout or not all(map(_sees_no_neighbours, rules.added_tokens)):
+    if not _sees_only_itself(rules):
         return None
     contents = [token.content for token in rules.added_tokens]
     places = []
     inside = _inside_place(rules)
     if inside is not None and not any(re.search(inside, content) for content in contents):
         places.append(inside)
-    if contents and _treats_parts_alike(rules) and len(contents) <= _BOUNDARY_TOKENS_MAX and never_overlap(contents):
-        places.append("|".join(map(re.escape, sorted(contents))))
+    boundaries = boundary_tokens(rules)
+    if 0 < len(boundaries) == len(set(contents)) <= _BOUNDARY_TOKENS_MAX:
+        places.append("|".join(map(re.escape, sorted(boundaries))))
     return CutRule(places) if places else None
+
+
+def boundary_tokens(rules: TokenizerRules) -> dict[str, int]:
+    """The added tokens, with their ids, at any or all of whose occurrences a text may be cut: those that can share a
+    character with no other, so that every occurrence is a match."""
+    if not (_sees_only_itself(rules) and _treats_parts_alike(rules)):
+        return {}
+    unsafe = overlapping({token.content for token in rules.added_tokens})
+    return {token.content: token.id for token in rules.added_tokens if token.content not in unsafe}
 
 
 def cuts_hold(rule: CutRule, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]) -> bool:
@@ -153,23 +163,34 @@ def cuts_hold(rule: CutRule, encode: Callable[[Sequence[str]], Sequence[Sequence
 
 def never_overlap(contents: Sequence[str]) -> bool:
     """Whether no occurrence of one of these strings can share a character with another occurrence of any."""
-    known = set(contents)
-    if "" in known:
-        return False
-    beginnings = {content[:length] for content in known for length in range(1, len(content))}
-    for content in known:
+    return not overlapping(set(contents))
+
+
+def overlapping(contents: Collection[str]) -> set[str]:
+    """Those of which an occurrence can share a character with another occurrence, of itself or of another."""
+    unsafe: set[str] = {content for content in contents if not content}
+    beginning_with: dict[str, list[str]] = {}
+    for content in contents:
+        for length in range(1, len(content)):
+            beginning_with.setdefault(content[:length], []).append(content)
+    for content in contents:
         length = len(content)
-        if any(content[at:] in beginnings or content[at:] in known for at in range(1, length)):
-            return False
-        if any(content[start:end] in known for start in range(length) for end in range(start + 1, length)):
-            return False
-    return True
+        met = [other for at in range(1, length) for other in beginning_with.get(content[at:], ())]
+        met += [content[start:end] for start in range(length) for end in range(start + 1, length + 1)
+                if end - start < length and content[start:end] in contents]
+        if met:
+            unsafe.update(met, [content])
+    return unsafe
 
 
 def is_identity(normalizer: Mapping[str, Any] | None) -> bool:
     """Whether a normalizer leaves every text as it is."""
     return normalizer is None or (normalizer.get("type") == "Sequence" and
                                   all(map(is_identity, normalizer.get("normalizers", ()))))
+
+
+def _sees_only_itself(rules: TokenizerRules) -> bool:
+    return not rules.model.dropout and all(map(_sees_no_neighbours, rules.added_tokens))
 
 
 def _sees_no_neighbours(token: AddedTokenEntry) -> bool:

@@ -29,6 +29,7 @@ _IDEOGRAPHS_AND_EMOJI = ((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x1F300, 0x1F5FF),
                          (0x1F680, 0x1F6C5))
 _LETTERS_IN_DISGUISE = "\u017f\u212a"    # an s and a k when case is ignored
 _ASCII_END = 0x80
+_NONE: frozenset[str] = frozenset()
 _TEXT_CHARS_MAX = 8_192     # its expressions backtrack on a stack: a megabyte of spaces is not for them
 _BYTES_OF_KNOWN = frozenset(range(0x80, 0xC0)) | frozenset(range(0xC2, 0xF1))   # those beyond ASCII
 
@@ -45,8 +46,11 @@ class FastBpe:
         self._added = re.compile("|".join(added)) if encoding.special_tokens_set else None
         self._known = known_characters()
 
-    def encode(self, text: str) -> array[int] | None:
-        """The ids of a text with its added tokens, no special tokens around it; None when not sure."""
+    def encode(self, text: str, *, has_added: bool = True) -> array[int] | None:
+        """The ids of a text with its added tokens, no special tokens around it; None when not sure.
+
+        `has_added` False: the caller knows that none is in it.
+        """
         if len(text) > _TEXT_CHARS_MAX:
             return None
         if self._missing is not None and self._missing.search(text) is not None:
@@ -58,7 +62,7 @@ class FastBpe:
             if self._normal_form and not unicodedata.is_normalized("NFC", text):
                 return None
         # Naming only those that are there: the library copies the set at every call.
-        added = set(self._added.findall(text)) if self._added is not None else set[str]()
+        added = set(self._added.findall(text)) if has_added and self._added is not None else _NONE
         token_ids = array("I")
         token_ids.frombytes(
             self.encoding.encode_to_numpy(text, allowed_special=added, disallowed_special=()).tobytes())

@@ -15,7 +15,7 @@ from worker.prompt.cut_rules import CutRule
 from worker.prompt.piece_trie import PieceNode, PieceTrie
 
 PIECE_CHARS = 1024
-TRIE_BYTES_MAX = 64 << 20   # per model: about 20 million characters of text with their ids
+TRIE_BYTES_MAX = 32 << 20   # per model: about 10 million characters of text with their ids
 
 Encode = Callable[[Sequence[str]], "list[array[int]]"]     # quoted: Python 3.11 cannot subscript array
 

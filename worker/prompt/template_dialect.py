@@ -60,8 +60,8 @@ class TemplateDialect:
         self._content_forms: dict[str, ContentForm] = {}
         self._call_form: CallForm | None = None
 
-    def adapt(self, message: Message, path: str) -> Message:
-        """The message in a form that the template reads; `path` names it in errors ("messages[3]")."""
+    def adapt(self, message: Message, index: int) -> Message:
+        """The message in a form that the template reads; `index` is its place, for errors."""
         role = message["role"]
         if role == "developer" and not self._knows_developer:
             # OpenAI's newer name of the system role; templates that predate it skip such messages silently.
@@ -70,7 +70,7 @@ class TemplateDialect:
         if "content" in message:
             message = self._adapt_content(message, self.content_form(role))
         if message.get("tool_calls"):
-            message = _adapt_calls(message, self.call_form(), path)
+            message = _adapt_calls(message, self.call_form(), f"messages[{index}]")
         return message
 
     def content_form(self, role: str) -> ContentForm:

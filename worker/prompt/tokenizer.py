@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -17,13 +17,15 @@ import orjson
 from tokenizers import Tokenizer
 
 from worker.prompt import tokenizer_folder
-from worker.prompt.cut_rules import TokenizerRules, cut_rule, cuts_hold, read_rules
+from worker.prompt.cut_rules import HARD_TEXTS, TokenizerRules, boundary_tokens, cut_rule, cuts_hold, read_rules
 from worker.prompt.fast_bpe import FastBpe, fast_bpe
 from worker.prompt.prefix_encoder import PIECE_CHARS, PrefixEncoder
+from worker.prompt.segment_encoder import SegmentEncoder
 from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
 WIRE_VERSION = 1
 _AROUND_PROBES = ("", "a", "the 7th\nb")
+_BOUNDARIES_CHECKED = 16
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -149,10 +151,11 @@ class PromptTokenizer:
         self._around: tuple[array[int], array[int]] | None = None
         self._fast_bpe: FastBpe | None = None
         self._prefix_encoder: PrefixEncoder | None = None
+        self._segments: SegmentEncoder | None = None
         try:
             self._find_shortcuts()
         except Exception:  # tokenizers raises bare Exception, here for a vocabulary that cannot take every text
-            self._around = self._fast_bpe = self._prefix_encoder = None
+            self._around = self._fast_bpe = self._prefix_encoder = self._segments = None
 
     def encode(self, text: str, *, add_special_tokens: bool, scope: str = "") -> list[int]:
         """The ids of a text."""
@@ -167,11 +170,15 @@ class PromptTokenizer:
         return self._encode_packed([text], add_special_tokens, scope)[0]
 
     def _encode_packed(self, texts: Sequence[str], add_special_tokens: bool, scope: str) -> list[array[int]]:
-        encoder, around = self._prefix_encoder, self._around
-        short = max(map(len, texts), default=0) < PIECE_CHARS
-        if short or encoder is None or (add_special_tokens and around is None):
+        segments, prefixes, around = self._segments, self._prefix_encoder, self._around
+        if add_special_tokens and around is None:
             return self._encode_whole(texts, add_special_tokens)
-        plain = encoder.encode_many(texts, scope)
+        if segments is not None:
+            plain = segments.encode_many(texts, scope)
+        elif prefixes is not None and max(map(len, texts), default=0) >= PIECE_CHARS:
+            plain = prefixes.encode_many(texts, scope)
+        else:
+            return self._encode_whole(texts, add_special_tokens)
         if not add_special_tokens or around is None:
             return plain
         before, behind = around
@@ -182,12 +189,12 @@ class PromptTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [array("I", encoding.ids) for encoding in encodings]
 
-    def _encode_parts(self, texts: Sequence[str]) -> list[array[int]]:
+    def _encode_parts(self, texts: Sequence[str], *, has_added: bool = True) -> list[array[int]]:
         """The ids of each text without special tokens around them, by the fastest means that is sure of them."""
         fast = self._fast_bpe
         if fast is None:
             return self._encode_whole(texts, False)
-        found = [fast.encode(text) for text in texts]
+        found = [fast.encode(text, has_added=has_added) for text in texts]
         unsure = [index for index, token_ids in enumerate(found) if token_ids is None]
         if unsure:
             encoded = dict(zip(unsure, self._encode_whole([texts[index] for index in unsure], False), strict=True))
@@ -199,12 +206,33 @@ class PromptTokenizer:
         self._around = self._read_around()
         self._fast_bpe = fast_bpe(rules, self._tokenizer) if rules is not None else None
         self._prefix_encoder = self._make_prefix_encoder(rules)
+        self._segments = self._make_segment_encoder(rules)
 
     def _make_prefix_encoder(self, rules: TokenizerRules | None) -> PrefixEncoder | None:
         rule = cut_rule(rules) if rules is not None else None
         if rule is None or not cuts_hold(rule, self._encode_parts):
             return None
         return PrefixEncoder(rule, self._encode_parts)
+
+    def _make_segment_encoder(self, rules: TokenizerRules | None) -> SegmentEncoder | None:
+        boundaries = {} if rules is None else self._boundaries(boundary_tokens(rules))
+        if rules is None or not boundaries:
+            return None
+        encoder = SegmentEncoder(boundaries, partial(self._encode_parts,
+                                                     has_added=len(boundaries) < len(rules.added_tokens)),
+                                 prefixes=self._prefix_encoder)
+        # A check on the reasoning: boundaries at both ends of hard texts and in their middle.
+        some = sorted(boundaries)[:_BOUNDARIES_CHECKED]
+        texts = [f"{token}{text}{token}{text[len(text) // 2:]}" for token in some for text in HARD_TEXTS]
+        holds = encoder.encode_many(texts) == self._encode_whole(texts, False)
+        encoder.memory.clear()
+        return encoder if holds else None
+
+    def _boundaries(self, possible: dict[str, int]) -> dict[str, int]:
+        """Those that the templates write, since they are what parts turns; a few others where there are none."""
+        sources = "".join(self.bundle.chat_templates.values()) + " ".join(self.bundle.special_tokens.values())
+        written = {content: token_id for content, token_id in possible.items() if content in sources}
+        return written or dict(list(possible.items())[:_BOUNDARIES_CHECKED])
 
     def _read_around(self) -> tuple[array[int], array[int]] | None:
         """The ids that special tokens put before and behind every text; None when that is not all they do."""
@@ -219,8 +247,15 @@ class PromptTokenizer:
 
     @property
     def remembered_bytes(self) -> int:
-        """What the memory of earlier texts holds, at most prefix_encoder.TRIE_BYTES_MAX."""
-        return 0 if self._prefix_encoder is None else self._prefix_encoder.trie.num_bytes
+        """What the memories of earlier texts hold: at most prefix_encoder.TRIE_BYTES_MAX and SEGMENT_BYTES_MAX."""
+        return ((0 if self._prefix_encoder is None else self._prefix_encoder.trie.num_bytes)
+                + (0 if self._segments is None else self._segments.memory.num_bytes))
+
+    @property
+    def segment_finds(self) -> tuple[int, int]:
+        """Stretches of text found in memory, and not found, so far."""
+        memory = None if self._segments is None else self._segments.memory
+        return (0, 0) if memory is None else (memory.num_found, memory.num_missed)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids together; ids that the tokenizer does not know add nothing."""

@@ -158,6 +158,8 @@ def continue_chain(parent: int, token_ids: Sequence[int], scheme: HashScheme,
     """
     block_bytes = scheme.block_size * TOKEN_BYTES
     packed = pack_tokens(token_ids)
+    if not keys_of_blocks and len(packed) == block_bytes:
+        return [xxh3_64_intdigest(packed, parent)]  # a decoding engine's events are mostly like this
     full = packed[: len(packed) - len(packed) % block_bytes]
     keyed = {index: _canonical(keys) for index, keys in enumerate(keys_of_blocks) if keys}
     return _chain(parent, full, block_bytes, keyed)

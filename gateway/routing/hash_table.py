@@ -1,0 +1,143 @@
+"""64-bit hash -> small integer id, in flat arrays: 16 bytes an entry where a dict of ints takes 116.
+
+Owns buckets and their chains; ids are given out by whoever owns the columns beside it. It must never be asked for id
+0, which means "none". Keys should be hashes already: a bucket is chosen by their low bits.
+
+Buckets grow a few at a time (linear hashing): no insertion ever pays for the whole table.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+FIRST_BUCKETS = 256
+SPLIT_AT_ONCE = 1024
+
+
+class HashTable:
+    """`key_of[id]` is the key of an entry; `following[id]` the next in its bucket, 0 also for an id in none."""
+
+    __slots__ = ("following", "heads", "high_mask", "key_of", "mask", "num_entries", "split")
+
+    def __init__(self) -> None:
+        self.key_of = array("Q", [0])
+        self.following = array("I", [0])
+        self.heads = array("I", bytes(4 * FIRST_BUCKETS))
+        self.mask = FIRST_BUCKETS - 1
+        self.high_mask = 2 * FIRST_BUCKETS - 1
+        self.split = 0  # buckets below this one use the higher mask already
+        self.num_entries = 0
+
+    def find(self, key: int) -> int:
+        """The id of `key`, 0 when it is not there."""
+        slot = key & self.mask
+        if slot < self.split:
+            slot = key & self.high_mask
+        entry, key_of = self.heads[slot], self.key_of
+        while entry and key_of[entry] != key:
+            entry = self.following[entry]
+        return entry
+
+    def insert(self, key: int, entry: int) -> None:
+        """`entry`, an id below len(key_of) that is in no bucket, is `key` from now on; `key` is not there yet."""
+        slot = key & self.mask
+        if slot < self.split:
+            slot = key & self.high_mask
+        heads = self.heads
+        self.key_of[entry] = key
+        self.following[entry] = heads[slot]
+        heads[slot] = entry
+        self.num_entries += 1
+        if self.num_entries > len(heads):
+            self.make_room()
+
+    def insert_run(self, keys: Sequence[int], first: int) -> int:
+        """insert() of `keys` as ids from `first` on, up to the first key that is there already; how many went in."""
+        self.key_of[first:first + len(keys)] = array("Q", keys)
+        heads, following, key_of = self.heads, self.following, self.key_of
+        mask, high_mask, split = self.mask, self.high_mask, self.split
+        num_inserted = len(keys)
+        for entry, key in enumerate(keys, first):
+            slot = key & mask
+            if slot < split:
+                slot = key & high_mask
+            other = heads[slot]
+            if other:
+                following[entry] = other
+                while other and key_of[other] != key:
+                    other = following[other]
+                if other:
+                    following[entry] = 0
+                    num_inserted = entry - first
+                    break
+            heads[slot] = entry
+        self.num_entries += num_inserted
+        while self.num_entries > len(heads):
+            self.make_room()
+        return num_inserted
+
+    def delete(self, entry: int) -> None:
+        """Take `entry` out of its bucket."""
+        key = self.key_of[entry]
+        slot = key & self.mask
+        if slot < self.split:
+            slot = key & self.high_mask
+        following = self.following
+        other = self.heads[slot]
+        if other == entry:
+            self.heads[slot] = following[entry]
+        else:
+            while following[other] != entry:
+                other = following[other]
+            following[other] = following[entry]
+        following[entry] = 0
+        self.num_entries -= 1
+
+    def make_room(self) -> None:
+        """Split the next buckets in two: one more bucket for an entry is the measure."""
+        first, high_mask = self.split, self.high_mask
+        count = min(SPLIT_AT_ONCE, self.mask + 1 - first)
+        self.heads.frombytes(bytes(4 * count))
+        # Views must not outlive this call: an array that is looked at cannot grow.
+        heads, following, key_of = (np.frombuffer(self.heads, np.uint32), np.frombuffer(self.following, np.uint32),
+                                    np.frombuffer(self.key_of, np.uint64))
+        level = heads[first:first + count].copy()
+        heads[first:first + count] = 0
+        while (level := level[level != 0]).size:
+            # One entry of each old bucket at a time, so that no two of a level share a new one.
+            deeper = following[level]
+            slots = key_of[level] & np.uint64(high_mask)
+            following[level] = heads[slots]
+            heads[slots] = level
+            level = deeper
+        del heads, following, key_of
+        self.split += count
+        if self.split > self.mask:
+            self.mask, self.high_mask, self.split = high_mask, 2 * high_mask + 1, 0
+
+    def add_rows(self, count: int) -> None:
+        """Room for ids up to `count` more."""
+        self.key_of.frombytes(bytes(8 * count))
+        self.following.frombytes(bytes(4 * count))
+
+    def entries(self) -> list[int]:
+        """Every id, by walking every bucket."""
+        found: list[int] = []
+        for slot, entry in enumerate(self.heads):
+            while entry:
+                key = self.key_of[entry]
+                assert slot == (key & self.high_mask if key & self.mask < self.split else key & self.mask), \
+                    "an entry hangs in another bucket than its own"
+                found.append(entry)
+                entry = self.following[entry]
+        return found
+
+    def check_invariants(self) -> None:
+        """AssertionError names what is wrong. Walks everything."""
+        found = self.entries()
+        assert len(found) == len(set(found)) == self.num_entries, "entries and their count differ"
+        assert len({self.key_of[entry] for entry in found}) == len(found), "a key is there twice"
+        assert len(self.heads) == self.mask + 1 + self.split, "buckets and masks differ"

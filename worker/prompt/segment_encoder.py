@@ -1,0 +1,89 @@
+"""Ids of a text from those of its stretches between added tokens, each remembered by its content.
+
+A tokenizer takes added tokens out of a text first and treats what lies between them one by one, so a stretch has the
+same ids wherever it stands (cut_rules.py says for which tokenizers). A system prompt, a document or an earlier turn
+is therefore tokenised once, in whatever order they come. Long stretches that are new as a whole may still begin like
+old ones: those go on to the prefix memory.
+Must never give other ids than the tokenizer gives for the whole text.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from worker.prompt.prefix_encoder import PrefixEncoder
+from worker.prompt.segment_memory import SegmentMemory
+
+SEGMENT_BYTES_MAX = 32 << 20    # per model
+LONG_CHARS = 1024
+
+Encode = Callable[[Sequence[str]], "list[array[int]]"]     # quoted: Python 3.11 cannot subscript array
+
+
+class SegmentEncoder:
+    """`boundaries` are the added tokens and their ids, `encode` gives the ids of stretches without any of them.
+
+    Safe to use from several threads; two that meet the same new stretch may both tokenise it.
+    """
+
+    def __init__(self, boundaries: Mapping[str, int], encode: Encode, *, prefixes: PrefixEncoder | None = None,
+                 max_bytes: int = SEGMENT_BYTES_MAX) -> None:
+        self.memory = SegmentMemory(max_bytes)
+        self._split = re.compile(f"({_alternation(boundaries)})").split
+        self._ids = {content: array("I", [token_id]) for content, token_id in boundaries.items()}
+        self._encode = encode
+        self._prefixes = prefixes
+
+    def encode_many(self, texts: Sequence[str], scope: str = "") -> list[array[int]]:
+        """The ids of each text, all that is new in one call. What one scope remembers, no other can tell."""
+        split_texts = [self._split(text) for text in texts]
+        known: dict[str, array[int]] = {}
+        new = [stretch for parts in split_texts for stretch in self._unknown(parts, scope, known)]
+        if new:
+            self._add(new, scope, known)
+        return [self._joined(parts, known) for parts in split_texts]
+
+    def _unknown(self, parts: Sequence[str], scope: str, known: dict[str, array[int]]) -> list[str]:
+        """The stretches that have to be tokenised; `known` is given the ids of the others."""
+        new = []
+        for stretch in parts[::2]:  # between two of them is a boundary
+            if stretch and stretch not in known:
+                found = self.memory.get((scope, stretch))
+                if found is not None:
+                    known[stretch] = found
+                else:
+                    new.append(stretch)
+        return new
+
+    def _add(self, new: Sequence[str], scope: str, known: dict[str, array[int]]) -> None:
+        prefixes = self._prefixes
+        long = [stretch for stretch in new if len(stretch) >= LONG_CHARS] if prefixes is not None else []
+        short = [stretch for stretch in new if len(stretch) < LONG_CHARS] if long else new
+        encoded = dict(zip(short, self._encode(short), strict=True)) if short else {}
+        if long and prefixes is not None:
+            encoded.update(zip(long, prefixes.encode_many(long, scope), strict=True))
+        for stretch, token_ids in encoded.items():
+            known[stretch] = token_ids
+            self.memory.put((scope, stretch), token_ids)
+
+    def _joined(self, parts: Sequence[str], known: Mapping[str, array[int]]) -> array[int]:
+        token_ids, ids = array("I"), self._ids
+        for number, part in enumerate(parts):
+            if number & 1:
+                token_ids += ids[part]
+            elif part:
+                token_ids += known[part]
+        return token_ids
+
+
+def _alternation(boundaries: Mapping[str, int]) -> str:
+    """An expression for any of them. A beginning that all share stands before the alternatives: a search then skips
+    to it instead of trying each at every character."""
+    contents = sorted(boundaries)
+    shared = 0
+    while all(len(content) > shared and content[shared] == contents[0][shared] for content in contents):
+        shared += 1
+    rest = "|".join(re.escape(content[shared:]) for content in contents)
+    return f"{re.escape(contents[0][:shared])}(?:{rest})"
