@@ -84,7 +84,8 @@ def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bu
     """What this worker's block hashes stand for: everything that its K/V depend on."""
     return HashScheme(block_size=config.block_size, seed=config.hash_seed, model=folder.name,
                       weights=f"{folder.weights_revision}/{model.spec.dtype}",
-                      tokenizer=bundle.tokenizer_digest, template=bundle.template_digest, kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
+                      tokenizer=bundle.tokenizer_digest, template=bundle.template_digest,
+                      kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
 
 
 def warm_up(runner: ModelRunner, rates: EngineRates, *, num_tokens: int, block_size: int, vocab_size: int) -> None:
