@@ -8,10 +8,13 @@ Must never: take a label from a request that the configuration or the workers do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import orjson
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -21,8 +24,11 @@ from gateway.routing.endpoint import Knowledge
 from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.request_record import RequestRecord
+from gateway.server.tally import Buckets, Tally
 
+T = TypeVar("T")
 OTHER = "other"
+READ_RETRIES_MAX = 3
 LOOP_LAG_INTERVAL_S = 0.5
 _LATENCY_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STAGE_BUCKETS = (.00001, .00003, .0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3)
@@ -35,32 +41,38 @@ class GatewayMetrics:
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
         self._table = table
         registry = self._registry = CollectorRegistry()
-        registry.register(_StateCollector(table, index, ledger))
-        self._requests = Counter("headstart_requests", "Requests answered.", ["route", "model", "code"],
-                                 registry=registry)
-        self._ttft = Histogram("headstart_time_to_first_token_seconds", "Request to first body byte.",
-                               buckets=_LATENCY_BUCKETS, registry=registry)
-        self._inter_token = Histogram("headstart_inter_token_seconds", "Mean gap between a stream's tokens.",
-                                      buckets=_LATENCY_BUCKETS, registry=registry)
-        self._duration = Histogram("headstart_request_duration_seconds", "Request to last byte.",
-                                   buckets=_LATENCY_BUCKETS, registry=registry)
-        self._overhead = Histogram("headstart_overhead_seconds", "Time spent in the gateway before sending upstream.",
-                                   ["stage"], buckets=_STAGE_BUCKETS, registry=registry)
-        self._prompt_tokens = Counter("headstart_prompt_tokens", "Prompt tokens of requests that a worker took.",
-                                      ["model"], registry=registry)
-        self._cached_tokens = Counter("headstart_cached_tokens", "Prompt tokens found in a worker's cache.",
-                                      ["model", "source"], registry=registry)
-        self._hit_error = Histogram("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
-                                    ["direction"], buckets=_TOKEN_BUCKETS, registry=registry)
-        self._session_cached = self._session_cacheable = 0
+        self._state = _StateCollector(table, index, ledger)
+        registry.register(self._state)
+        self._requests = Tally("headstart_requests", "Requests answered.", ["route", "model", "code"])
+        self._ttft = Buckets("headstart_time_to_first_token_seconds", "Request to first body byte.", _LATENCY_BUCKETS)
+        self._inter_token = Buckets("headstart_inter_token_seconds", "Mean gap between a stream's tokens.",
+                                    _LATENCY_BUCKETS)
+        self._duration = Buckets("headstart_request_duration_seconds", "Request to last byte.", _LATENCY_BUCKETS)
+        self._overhead = Buckets("headstart_overhead_seconds", "Time spent in the gateway before sending upstream.",
+                                 _STAGE_BUCKETS, ["stage"])
+        self._prompt_tokens = Tally("headstart_prompt_tokens", "Prompt tokens of requests that a worker took.",
+                                    ["model"])
+        self._cached_tokens = Tally("headstart_cached_tokens", "Prompt tokens found in a worker's cache.",
+                                    ["model", "source"])
+        self._hit_error = Buckets("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
+                                  _TOKEN_BUCKETS, ["direction"])
+        self._decisions = Tally("headstart_decisions", "Where requests went, and why.", ["worker", "reason"])
+        self._session_cached = Tally("headstart_session_cached_tokens", "Of those cacheable, found.")
+        self._session_cacheable = Tally("headstart_session_cacheable_tokens",
+                                        "Known prefix tokens of requests that continue one.")
+        for collector in (self._requests, self._ttft, self._inter_token, self._duration, self._overhead,
+                          self._prompt_tokens, self._cached_tokens, self._hit_error, self._decisions,
+                          self._session_cached, self._session_cacheable):
+            registry.register(collector)
+        self._session_sums = [0, 0]
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
               registry=registry).set_function(self._session_hit_ratio)
-        self._decisions = Counter("headstart_decisions", "Where requests went, and why.", ["worker", "reason"],
-                                  registry=registry)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
                                 registry=registry)
         self._migrations = Counter("headstart_migrations", "Streams that lost their worker, and what became of them.",
                                    ["outcome"], registry=registry)
+        self._hedges = Counter("headstart_hedges", "Streams asked of a second worker, and who began first.",
+                               ["outcome"], registry=registry)
         self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
                                  ["reason"], registry=registry)
         self._queue_depth = Gauge("headstart_queue_depth", "Requests that wait for a worker to have a place.",
@@ -79,25 +91,47 @@ class GatewayMetrics:
         """Count one stream (one choice of it) that lost its worker."""
         self._migrations.labels(outcome).inc()
 
+    def hedged(self, outcome: str) -> None:
+        """Count one stream that had not begun in time."""
+        self._hedges.labels(outcome).inc()
+
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""
         self._queue_depth.set_function(num_waiting)
 
+    def watch_breakers(self, states: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        """Where to read the workers' breakers."""
+        self._state.breaker_states = states
+
     def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
+        """The exposition text. Any thread may ask."""
+        return self._unchanged(lambda: generate_latest(self._registry))
+
+    def snapshot(self) -> bytes:
+        """Every series as JSON, for the sum over several processes. Any thread may ask."""
+        return orjson.dumps(self._unchanged(lambda: [
+            [family.name, family.type, family.documentation,
+             [[sample.name, sample.labels, sample.value] for sample in family.samples]]
+            for family in self._registry.collect()]))
+
+    def _unchanged(self, read: Callable[[], T]) -> T:
+        """The event loop may change a table under another thread's eyes: that one looks again."""
+        for _ in range(READ_RETRIES_MAX):
+            with contextlib.suppress(RuntimeError):
+                return read()
+        return read()
 
     def observe(self, record: RequestRecord, duration_s: float) -> None:
         """Count one finished request."""
         model = self.model_label(record.model)
-        self._requests.labels(record.route, model, str(record.status)).inc()
+        self._requests.add((record.route, model, str(record.status)))
         self._duration.observe(duration_s)
         for stage, seconds in record.stages.items():
-            self._overhead.labels(stage).observe(seconds)
+            self._overhead.observe(seconds, (stage,))
         for reason in record.retries:
             self._retries.labels(reason).inc()
         if record.worker_id is not None and record.reason is not None:
-            self._decisions.labels(record.worker_id, record.reason).inc()
+            self._decisions.add((record.worker_id, record.reason))
         if record.outcome == "client_left":
             self._disconnects.inc()
         if record.error is not None and (record.worker_id is None or record.status == 429):
@@ -112,26 +146,30 @@ class GatewayMetrics:
             self._broken_streams.labels(record.error or OTHER).inc()
         if record.inter_token_s is not None:
             self._inter_token.observe(record.inter_token_s)
-        self._prompt_tokens.labels(model).inc(record.prompt_tokens or 0)
-        self._cached_tokens.labels(model, "predicted").inc(record.matched_tokens or 0)
-        self._cached_tokens.labels(model, "reported").inc(record.cached_tokens or 0)
+        self._prompt_tokens.add((model,), record.prompt_tokens or 0)
+        self._cached_tokens.add((model, "predicted"), record.matched_tokens or 0)
+        self._cached_tokens.add((model, "reported"), record.cached_tokens or 0)
         if record.cacheable_tokens and record.cached_tokens is not None:
-            self._session_cacheable += record.cacheable_tokens
-            self._session_cached += min(record.cached_tokens, record.cacheable_tokens)
+            found = min(record.cached_tokens, record.cacheable_tokens)
+            self._session_sums[0] += found
+            self._session_sums[1] += record.cacheable_tokens
+            self._session_cached.add((), found)
+            self._session_cacheable.add((), record.cacheable_tokens)
         error = record.hit_error_tokens()
         if error is not None and error != 0:
-            self._hit_error.labels("over" if error > 0 else "under").observe(abs(error))
+            self._hit_error.observe(abs(error), ("over" if error > 0 else "under",))
 
     def _session_hit_ratio(self) -> float:
-        return self._session_cached / self._session_cacheable if self._session_cacheable else math.nan
+        cached, cacheable = self._session_sums
+        return cached / cacheable if cacheable else math.nan
 
     def model_label(self, model: str | None) -> str:
         """The model's name if a worker serves it, else `other`: clients cannot make series."""
-        return model if model is not None and model in self._table.models() else OTHER
+        return model if model is not None and self._table.knows(model) else OTHER
 
     def forget_worker(self, worker_id: str) -> None:
         """Drop the series of a worker that was removed."""
-        self._decisions.remove_by_labels({"worker": worker_id})
+        self._decisions.forget("worker", worker_id)
 
 
 class _StateCollector(Collector):
@@ -141,6 +179,7 @@ class _StateCollector(Collector):
         self._table = table
         self._index = index
         self._ledger = ledger
+        self.breaker_states: Callable[[], Iterable[tuple[str, int]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("headstart_index_blocks", "Blocks in the prefix index.",
@@ -148,6 +187,7 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily("headstart_index_bytes", "Memory of the prefix index.",
                                 value=self._index.memory_bytes())
         yield self._knowledge()
+        yield self._breakers()
         yield self._gauge("headstart_inflight", "Requests under way.",
                           lambda e: self._ledger.load(e.endpoint_id).num_inflight)
         yield self._gauge("headstart_index_lag_seconds", "Age of the last event when it was applied.",
@@ -170,6 +210,12 @@ class _StateCollector(Collector):
         for endpoint in self._table:
             for level in Knowledge:
                 family.add_metric([endpoint.endpoint_id, level.value], float(endpoint.knowledge is level))
+        return family
+
+    def _breakers(self) -> Metric:
+        family = GaugeMetricFamily("headstart_breaker_state", "0 closed, 1 half open, 2 open.", labels=["worker"])
+        for worker_id, state in self.breaker_states():
+            family.add_metric([worker_id], float(state))
         return family
 
     def _gauge(self, name: str, text: str, value: Callable[[Endpoint], float]) -> Metric:
