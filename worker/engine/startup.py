@@ -118,8 +118,9 @@ def _measure_pace(config: EngineConfig, warm_up: WarmUp) -> Pacer | None:
 def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bundle: TokenizerBundle) -> HashScheme:
     """What this worker's block hashes stand for: everything that its K/V depend on."""
     return HashScheme(block_size=config.block_size, seed=config.hash_seed, model=folder.name,
-                      weights=folder.weights_revision, tokenizer=bundle.tokenizer_digest,
-                      template=bundle.template_digest, kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
+                      weights=f"{folder.weights_revision}/{model.spec.dtype}",
+                      tokenizer=bundle.tokenizer_digest, template=bundle.template_digest,
+                      kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
 
 
 def _read_tokenizer(config: EngineConfig, folder: ModelFolder) -> TokenizerBundle:
