@@ -120,4 +120,4 @@ class GatewayConfig:
     root_path: str = setting("", table="server", help="path prefix that a proxy in front strips")
     cors_origins: tuple[str, ...] = setting((), table="server", help="origins browsers may call from, with commas")
     trusted_proxies: tuple[str, ...] = setting((), table="server", check=proxies_problem,
-                                                help="addresses and networks whose X-Forwarded-For counts")
+                                                help="addresses and networks whose (X-)Forwarded headers count")

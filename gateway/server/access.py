@@ -69,7 +69,8 @@ class Access:
 
     def client_of(self, request: BaseRequest) -> str | None:
         """The client's address, for the log."""
-        return self._proxies.client_of(request.remote, request.headers.getall("X-Forwarded-For", []))
+        return self._proxies.client_of(request.remote, request.headers.getall("X-Forwarded-For", []),
+                                       request.headers.getall("Forwarded", []))
 
     def named(self, tenant_id: str | None) -> Tenant:
         """A tenant by its id, for operators; without one, a tenant that nobody else is."""
