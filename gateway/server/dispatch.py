@@ -31,7 +31,7 @@ from worker.protocol.block_hash import HashScheme
 
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
-TOLD_BET_MIN_BLOCKS = 4
+TOLD_BET_MIN_BLOCKS = 32
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
 
@@ -158,7 +158,7 @@ class Dispatcher:
         given = PickInput(
             endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
-            loads=loads, model=prompt.model, 
+            loads=loads, model=prompt.model,
             excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
             context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
@@ -263,10 +263,19 @@ class Choosing:
             placement.abandon()
         if last is not None:
             self._record.retries.append(last.reason)
-        self._note(placement)
+        self.note(placement)
         return placement
 
-    def _note(self, placement: Placement) -> None:
+    def another(self) -> Placement | None:
+        """A second worker for the same request, booked beside the one that has it; None when there is none."""
+        chosen = self._record.worker_id
+        decision = self._dispatcher.decide(self._prompt, frozenset(() if chosen is None else (chosen,)))
+        if isinstance(decision, NoEndpoint):
+            return None
+        return self._dispatcher.book(self._prompt, decision, self._address)
+
+    def note(self, placement: Placement) -> None:
+        """This one answers."""
         record, decision = self._record, placement.decision
         knowledge = placement.endpoint.knowledge
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value

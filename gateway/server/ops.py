@@ -16,7 +16,8 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint
-from gateway.server.generate import CHAT, COMPLETIONS, Generate
+from gateway.server.generate import Generate
+from gateway.server.generate_route import CHAT, COMPLETIONS
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.probes import LIVEZ, METRICS, METRICS_TYPE, READYZ, ProbeAnswer, Probes
 from gateway.server.request_record import RequestRecord
