@@ -110,7 +110,7 @@ class SharedLedger(LoadLedger):
             if epoch not in epochs:
                 continue
             cells = table.reals[at:at + (FIGURES + NUM_FIGURES) * rows].tolist()
-            sums = [sum(cells[figure * rows + row] for row in range(rows) if epochs[row] == epoch)
+            sums = [float(sum(cells[figure * rows + row] for row in range(rows) if epochs[row] == epoch))
                     for figure in range(FIGURES, FIGURES + NUM_FIGURES)]
             if any(sums):
                 found[endpoint_id] = sums
