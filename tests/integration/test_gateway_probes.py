@@ -157,7 +157,7 @@ async def test_a_busy_process_keeps_nobody_waiting_while_another_is_not(tmp_path
         await asyncio.sleep(0.5)
         answers = [await group.chat(f"{number} asks", key="none") for number in range(16)]
         assert [one.status for one in answers] == [200] * 16
-        assert len(set(group.process_of(*answers))) == 1, "the busy one accepted nobody"
+        assert len(set(await group.process_of(*answers))) == 1, "the busy one accepted nobody"
         assert {(await group.send("GET", path)).status for path in ("/livez", "/readyz", "/metrics")} == {200}
         assert await group.metric("headstart_processes") == 2
         os.kill(other, signal.SIGUSR2)
