@@ -178,8 +178,7 @@ class Dispatcher:
 
     def is_overbooked(self, placement: Placement) -> bool:
         """Whether another process of this gateway booked the worker's last place in the same moment."""
-        return (self._notes is not None
-                and self._ledger.load(placement.endpoint_id).num_inflight > self._max_inflight)
+        return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight

@@ -96,6 +96,8 @@ class SharedLedgerMachine(RuleBasedStateMachine):
                                 sum(one.context_tokens for one in mine if one.streaming))
             for ledger in self.ledgers:
                 assert ledger.load(endpoint_id)[:3] == expected[:3]
+                assert not ledger.is_over(endpoint_id, len(mine))
+                assert not mine or ledger.is_over(endpoint_id, len(mine) - 1)
                 ledger._looked_at = -math.inf
                 assert ledger.loads()[endpoint_id] == ledger.load(endpoint_id)
                 columns = {name: account.column for name, account in ledger._accounts.items()
