@@ -16,7 +16,8 @@ class ScheduledSequence:
 
     `block_table` covers every position up to the end of the share. Positions below `write_from` lie in sealed blocks:
     their keys and values exist already and must not be written again (a full hit recomputes its last position only to
-    get logits). `samples` asks for a token from the last position's logits.
+    get logits). `samples` asks for a token from the last position's logits. `adapter` is the content digest of the
+    LoRA adapter that computes it, None for the base model.
     """
 
     seq_id: int
@@ -25,6 +26,7 @@ class ScheduledSequence:
     block_table: Sequence[int]
     write_from: int
     samples: bool
+    adapter: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from worker.core.batch import FinishReason
 from worker.core.block_content import ContentChain
-from worker.protocol.block_hash import ExtraKey
+from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class Sequence:
         self.num_resumed_tokens = len(self.token_ids) - self.num_prompt_tokens
         self.stop_rule = stop_rule
         self.extra_keys = tuple(extra_keys)
+        # What computes its blocks is read from what their hashes say, so that the two cannot differ.
+        self.adapter = next((key.value for key in self.extra_keys if key.kind == ExtraKeyKind.LORA), None)
         self.priority = priority
         self.choice = choice
 

@@ -64,6 +64,7 @@ class StepDraft:
             block_table=tuple(sequence.block_table[:num_blocks]),
             write_from=sequence.num_sealed_blocks * self._block_size,
             samples=end == sequence.num_tokens,
+            adapter=sequence.adapter,
         )
         self.num_tokens_left -= num_tokens
         if sequence.num_remaining_tokens == 1:

@@ -271,4 +271,4 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         vocab_size=spec.vocab_size, eos_token_ids=parts.eos_token_ids, device=spec.device, dtype=spec.dtype,
         kv_dtype=spec.kv_dtype, kv_bytes_per_token=spec.kv_bytes_per_token, exactness=config.exactness,
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
-        notes=parts.notes)
+        notes=parts.notes, adapters=tuple((adapter.name, adapter.digest) for adapter in parts.adapters))

@@ -16,7 +16,7 @@ class EngineConfig:
 
     `kv_memory` is bytes ("2GiB") or a share of what is free ("0.9"). `kv_cache`: "full" shares prefixes, "decode"
     keeps K/V for the running sequence only, "off" recomputes the whole sequence at every token; the last two exist
-    for measuring and as oracles. `threads` 0 lets the engine choose.
+    for measuring and as oracles. `threads` 0 lets the engine choose. `lora` are adapters as name=DIR.
     """
 
     model: str = "smollm2"
@@ -35,3 +35,4 @@ class EngineConfig:
     max_waiting: int = 512
     max_context: int | None = None
     cache_dir: Path | None = None
+    lora: tuple[str, ...] = ()

@@ -70,7 +70,8 @@ Command = SubmitSequence | AbortRequest | ResetCache | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """The model is loaded and warmed up. `folder` holds tokenizer.json and template files for the shell."""
+    """The model is loaded and warmed up. `folder` holds tokenizer.json and template files for the shell. `adapters`:
+    name and content digest of each."""
 
     folder: str
     model: str
@@ -88,6 +89,7 @@ class EngineReady:
     prefill_tokens_per_s: float
     decode_step_s: float
     notes: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

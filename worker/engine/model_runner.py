@@ -97,7 +97,7 @@ def _sample_alone(logits: torch.Tensor, rows: Mapping[int, tuple[int, SamplerRow
 
 def _rows(share: ScheduledSequence) -> SequenceRows:
     return SequenceRows(token_ids=share.token_ids, start=share.start, block_table=share.block_table,
-                        write_from=share.write_from, wants_logits=share.samples)
+                        write_from=share.write_from, wants_logits=share.samples, adapter=share.adapter)
 
 
 def _sampled_token(chosen: Sample, row: SamplerRow) -> SampledToken:

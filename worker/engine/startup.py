@@ -23,6 +23,7 @@ from worker.engine.model_runner import ModelRunner
 from worker.engine.timings import EngineRates
 from worker.model.exactness_probe import probe_exactness
 from worker.model.loader import load_model, resolve_model
+from worker.model.lora_folder import LoraAdapter, named_folder, read_adapter
 from worker.model.model_error import ModelError
 from worker.model.model_folder import ModelFolder
 from worker.model.paged_model import PagedModel, free_memory_bytes
@@ -53,6 +54,7 @@ class EngineParts:
     eos_token_ids: tuple[int, ...]
     grammars: GrammarCompiler
     notes: tuple[str, ...]
+    adapters: tuple[LoraAdapter, ...] = ()
 
 
 def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
@@ -61,8 +63,9 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         torch.set_num_threads(config.threads)
     try:
         folder = resolve_model(config.model, cache_dir=config.cache_dir, chat_template=config.chat_template)
+        adapters = _read_adapters(config, folder)
         model = load_model(folder, kv_dtype=config.kv_dtype, device=config.device, exactness=config.exactness,
-                           block_size=config.block_size)
+                           block_size=config.block_size, adapters=adapters)
         bundle = _read_tokenizer(config, folder)
         num_blocks = num_kv_blocks(config.kv_memory, block_bytes=model.spec.kv_bytes_per_token * config.block_size,
                                    free_bytes=free_memory_bytes(model.spec.device))
@@ -77,7 +80,17 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     eos_token_ids = tuple(dict.fromkeys((*model.spec.eos_token_ids, *bundle.eos_token_ids)))
     grammars = GrammarCompiler(bundle.tokenizer_json, vocab_size=model.spec.vocab_size, eos_token_ids=eos_token_ids)
     return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, grammars,
-                       _notes(config, model, scheduler))
+                       _notes(config, model, scheduler), adapters)
+
+
+def _read_adapters(config: EngineConfig, folder: ModelFolder) -> tuple[LoraAdapter, ...]:
+    named = [named_folder(text) for text in config.lora]
+    taken = {config.served_name or folder.name, folder.name, config.model}
+    for name, _ in named:
+        if name in taken:
+            raise ModelError(f"--lora {name}=...: the name {name!r} is taken; requests choose adapters by name")
+        taken.add(name)
+    return tuple(read_adapter(name, path) for name, path in named)
 
 
 def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bundle: TokenizerBundle) -> HashScheme:

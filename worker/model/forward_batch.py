@@ -12,6 +12,7 @@ class SequenceRows:
 
     `block_table[i]` is the KV block of positions [i * block_size, (i + 1) * block_size). Keys and values are written
     only for positions >= `write_from`; below it they are read from storage. `wants_logits` asks for the last row's.
+    `adapter` is the digest of a loaded LoRA adapter, None for the model as it is.
     """
 
     token_ids: Sequence[int]
@@ -19,6 +20,7 @@ class SequenceRows:
     block_table: Sequence[int]
     write_from: int
     wants_logits: bool
+    adapter: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

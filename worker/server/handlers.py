@@ -103,7 +103,7 @@ def _generation(request: web.Request, shell: Shell, admission: Admission, route:
         for prompt in given for _ in range(body.num_candidates)
     ]
     generation = Generation(
-        key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
+        key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.shown_name(admission.body.model),
         prompt_lengths=[len(prompt) for prompt in given], num_choices_per_prompt=body.num_candidates,
         tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
         tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
@@ -136,7 +136,8 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
     serving = shell.require_serving()
     resume = admission.resume
     head = ResponseHead(request_id=generation.request_id, response_id=None if resume is None else resume.id,
-                        created=int(time.time()) if resume is None else resume.created, model=serving.ready.model,
+                        created=int(time.time()) if resume is None else resume.created,
+                        model=serving.shown_name(admission.body.model),
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
     layout = (CompletionFormat if route is COMPLETIONS else ChatFormat)(head, serving.token_text)

@@ -132,6 +132,8 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
+    if (adapter := serving.adapters.get(body.model)) is not None:
+        extra_keys = (*extra_keys, ExtraKey(ExtraKeyKind.LORA, adapter))
     max_new_tokens = _max_new_tokens(body, prompts, serving.ready, route, resume=resume)
     return Admission(
         body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
@@ -156,7 +158,7 @@ def require_model(model: str | None, serving: Serving) -> None:
     """ApiError 404 `model_not_found` for another model; None means the one that is served."""
     if model is not None and model not in serving.model_names:
         raise ApiError(404, "model_not_found", f"The model {model!r} is not served here; this worker serves "
-                       f"{serving.ready.model!r}.", param="model")
+                       f"{', '.join(map(repr, (serving.ready.model, *serving.adapters)))}.", param="model")
 
 
 async def read_body(request: web.Request, limit_bytes: int) -> bytes:
