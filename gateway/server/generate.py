@@ -55,6 +55,7 @@ from gateway.server.migration import (
 from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
+from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.prompt.foreign_api import ForeignApi
@@ -104,6 +105,7 @@ class Generate:
                                   limits=MigrationLimits(
                                       self._limits, self._config.max_migrations, self._config.max_retries + 1,
                                       self._config.first_byte_timeout_s))
+        self._request_log = RequestLog(__name__)
         self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
@@ -118,6 +120,10 @@ class Generate:
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
+
+    def close(self) -> None:
+        """Write what has not been logged yet."""
+        self._request_log.flush()
 
     async def chat(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -160,7 +166,7 @@ class Generate:
             self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
-            _log.info("request", **record.log_fields(duration_s))
+            self._request_log.add(record, duration_s)
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
                       headers: Mapping[str, str]) -> web.StreamResponse:
