@@ -62,7 +62,7 @@ class WorkerConfig:
     max_context: int | None = setting(None, bounds=(1, None), help="longest sequence (what model and pool allow)")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), help="request bodies at most")
     drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after SIGTERM")
-    lora: tuple[str, ...] = setting((), help="LoRA adapters in PEFT's format, as name=DIR; asked for as `model`")
+    loras: tuple[str, ...] = setting((), flag="lora", help="a LoRA adapter in PEFT's format: name=DIR, one per flag")
     cache_dir: Path | None = setting(None, help="where converted models are kept")
     log_format: str = setting("json", choices=FORMATS, help="log lines")
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")

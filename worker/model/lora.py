@@ -93,21 +93,20 @@ def _product(x: torch.Tensor, part: LowRank) -> torch.Tensor:
 
 
 class AdaptedLinear(Linear):
-    """A Linear of one or more layers end to end, adapters added. `outputs`: each one's path and number of outputs."""
+    """A Linear of one or more layers end to end, adapters added. `outputs`: where each one's columns are, by path."""
 
-    def __init__(self, plain: Linear, outputs: Mapping[str, int], layers: LoraLayers) -> None:
+    def __init__(self, plain: Linear, outputs: Mapping[str, slice], layers: LoraLayers) -> None:
         self._plain = plain
         self._paths = tuple(outputs)
-        self._sizes = tuple(outputs.values())
+        self._outputs = outputs
         self._layers = layers
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self._plain(x)
         if self._layers.is_idle(self._paths):
             return out
-        parts = (out,) if len(self._paths) == 1 else out.split(self._sizes, dim=-1)
-        for path, part in zip(self._paths, parts, strict=True):
-            self._layers.add(path, x, part)
+        for path, columns in self._outputs.items():
+            self._layers.add(path, x, out[:, columns])
         return out
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -152,11 +151,12 @@ def _adapted(layer: CompactLayer, path: str, layers: LoraLayers) -> CompactLayer
     part = layer.attention
     heads, kv_heads = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
     inside = f"{path}.self_attn"
-    qkv = {f"{inside}.q_proj": heads, f"{inside}.k_proj": kv_heads, f"{inside}.v_proj": kv_heads}
+    qkv = {f"{inside}.q_proj": slice(heads), f"{inside}.k_proj": slice(heads, heads + kv_heads),
+           f"{inside}.v_proj": slice(heads + kv_heads, None)}
 
     def one(plain: Linear, name: str) -> Linear:
         wanted = f"{path}.{name}"
-        return AdaptedLinear(plain, {wanted: 0}, layers) if wanted in layers.paths else plain
+        return AdaptedLinear(plain, {wanted: slice(None)}, layers) if wanted in layers.paths else plain
 
     attention = replace(part, qkv=AdaptedLinear(part.qkv, qkv, layers)) if layers.paths & qkv.keys() else part
     return replace(layer, attention=attention, attention_out=one(layer.attention_out, "self_attn.o_proj"),

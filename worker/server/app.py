@@ -88,7 +88,7 @@ def engine_config(config: WorkerConfig) -> EngineConfig:
         kv_dtype=config.kv_dtype, exactness=config.exactness, kv_cache=config.kv_cache, threads=threads,
         device=config.device, hash_seed=hash_seed, chat_template=config.chat_template,
         max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting,
-        max_context=config.max_context, cache_dir=config.cache_dir, lora=config.lora)
+        max_context=config.max_context, cache_dir=config.cache_dir, lora=config.loras)
 
 
 async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
