@@ -231,7 +231,8 @@ class Generate:
         reference = self.reference(parsed.model, tenant)
         adapter_keys = self._table.adapter_keys(parsed.model)
         prepared = await self._prompt_work.prepare(
-            reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
+            reference.renderer, parsed, num_body_bytes=len(body),
+            schemes=() if parsed.scores_prompt else self._dispatcher.schemes(parsed.model),
             salt_of=lambda prompts: self._access.salt(
                 tenant, parsed.cache_salt, reference.renderer, prompts).beside(adapter_keys),
             scope=tenant.sharing_group.hex() + "/" + (parsed.cache_salt or ""),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.core.batch import TokenLogprobs
+from worker.core.batch import ScoredToken, TokenLogprobs
 from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.block_hash import ExtraKey, HashScheme
@@ -125,7 +125,8 @@ class SequenceOutput:
 
     `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
     which is the last of `token_ids`), "length", "abort", "error" (`error` says why, `error_param` which field of the
-    request is to blame, if one is); None while it runs.
+    request is to blame, if one is); None while it runs. `prompt_scores`, with the first output where they were asked
+    for: of every prompt token but the first.
     """
 
     request_id: str
@@ -137,6 +138,7 @@ class SequenceOutput:
     stats: SequenceStats | None = None
     error: str | None = None
     error_param: str | None = None
+    prompt_scores: list[ScoredToken] | None = None
 
 
 @dataclass(frozen=True, slots=True)

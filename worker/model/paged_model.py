@@ -46,7 +46,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """Write K/V and return logits float32 [number of sequences wanting logits, vocab], in batch order."""
+        """Write K/V and return logits float32 [rows whose logits are wanted, vocab], in batch order."""
         if not batch.sequences:
             return torch.empty(0, self.spec.vocab_size, device=self._device)
         strict = self.exactness == "strict"

@@ -31,6 +31,7 @@ from worker.server.openai_format import (
     FullChoice,
     ResponseFormat,
     ResponseHead,
+    ScoredPrompt,
     best_choices,
 )
 from worker.server.shell import Shell, shell_of
@@ -125,7 +126,7 @@ def _sequences(generation: Generation, admission: Admission) -> list[SubmitSeque
         SubmitSequence(
             request_id=generation.key, choice=generation.first_choice + index * body.num_candidates + number,
             token_ids=prompt,
-            params=admission.params, max_new_tokens=admission.max_new_tokens[index],
+            params=admission.params_of(number), max_new_tokens=admission.max_new_tokens[index],
             stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys, priority=body.priority,
             arrived_at=generation.arrived_at, grammar=admission.grammar, num_generated=admission.num_generated)
         for index, prompt in enumerate(admission.prompts) for number in range(body.num_candidates)
@@ -152,6 +153,8 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
     while deltas := await generation.next_deltas():
         for delta in deltas:
             choices[delta.choice].add(delta)
+    if body.scores_prompt:
+        _add_prompts(choices, generation, admission)
     if body.num_candidates > body.n:
         choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
@@ -160,6 +163,14 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
         answer = admission.foreign.whole(answer)
     return web.Response(body=orjson.dumps(answer), content_type="application/json",
                         headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
+
+
+def _add_prompts(choices: list[FullChoice], generation: Generation, admission: Admission) -> None:
+    body = admission.body
+    num_echoed = body.sampling.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    for index, choice in enumerate(choices):
+        choice.prompt = ScoredPrompt(admission.prompts[index // body.num_candidates], generation.prompt_scores(index),
+                                     body.prompt_logprobs, num_echoed)
 
 
 async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,

@@ -99,6 +99,12 @@ class Admission:
     foreign: ForeignAnswer | None = None
     tells_token_ids: bool = False
 
+    def params_of(self, number: int) -> SamplingParams:
+        """One of a prompt's choices': the first alone scores the prompt, which costs it the cache."""
+        if number == 0 or self.params.prompt_logprobs is None:
+            return self.params
+        return msgspec.structs.replace(self.params, prompt_logprobs=None)
+
     @property
     def num_generated(self) -> int:
         return 0 if self.resume is None else self.resume.generated
