@@ -62,11 +62,16 @@ class Routes:
         """Serve every path that begins so and goes on."""
         self._prefixes.append((method, prefix, handler))
 
+    def add_refusal(self, method: str, path: str, handler: Handler) -> None:
+        """Answer `path` with a clear word on why it is not served; the document leaves it out."""
+        self.add(method, path, handler)
+        self._not_offered.add(path)
+
     def served(self) -> Iterator[Served]:
         """Every route, for the document."""
         for path, handlers in self._exact.items():
             for method in handlers:
-                yield Served(method, path)
+                yield Served(method, path, is_offered=path not in self._not_offered)
         for method, prefix, _ in self._prefixes:
             yield Served(method, prefix, is_prefix=True)
 
