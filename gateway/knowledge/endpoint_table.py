@@ -124,7 +124,8 @@ class Endpoint:
             waiting_prefill_tokens=max(0, load.waiting_prefill_tokens - prefill_done),
             running_prefill_tokens=max(0, load.running_prefill_tokens
                                        - max(0, prefill_done - load.waiting_prefill_tokens)),
-            decode_context_tokens=max(0, load.decode_context_tokens - context_gone))
+            decode_context_tokens=max(0, load.decode_context_tokens - context_gone),
+            held_change_tokens=own_load.held_tokens - before.held_tokens)
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -36,7 +36,7 @@ from gateway.relay.retry import DEADLINE, TIMEOUT, Attempt, AttemptFailed, First
 from gateway.relay.sse import body_usage
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
-from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
+from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
@@ -182,6 +182,7 @@ class Generate:
             self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
+            self._dispatcher.answered(record)
             _log.info("request", **record.log_fields(duration_s))
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.routing.endpoint import EndpointView, Knowledge
-from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
+from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
@@ -58,6 +59,7 @@ class SimGateway:
         self._ledger = LoadLedger()
         self._loads: dict[str, LoadView] = {}
         self._turn = 0
+        self._outputs = OutputLength()
         self._placed: dict[int, Placed] = {}
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
@@ -71,7 +73,8 @@ class SimGateway:
         matches = self._index.match(hashes, now) if self.policy.uses_index else {}
         decision = self.policy.choose(PickInput(
             endpoints=self._views, prompt_tokens=request.prompt_tokens, matches=matches, loads=self._loads,
-            random_ratio=self._draw.random(), turn=self._turn), request)
+            expected_output_tokens=self._outputs.expected(""), random_ratio=self._draw.random(), turn=self._turn,
+            now=now, shared_ratio=self._ledger.shared_ratio), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
@@ -88,6 +91,7 @@ class SimGateway:
         placed.booking.release()
         self._load_changed(placed.worker_id)
         self.policy.ended(request, placed.worker_id)
+        self._outputs.observe("", request.output_tokens)
 
     def reported(self, worker_id: str, report: Report) -> None:
         """The worker's answer to a poll arrived."""
@@ -131,12 +135,15 @@ class SimGateway:
 
     def _book(self, request: SimRequest, decision: RoutingDecision, now: float) -> None:
         worker_id = decision.endpoint_id
-        booking = self._ledger.book(worker_id, EPOCH, prefill_tokens=decision.uncached_tokens,
-                                    context_tokens=request.prompt_tokens)
+        block_size = self._scheme.block_size
+        booking = self._ledger.book(
+            worker_id, EPOCH, prefill_tokens=decision.uncached_tokens, context_tokens=request.prompt_tokens,
+            footprint=Footprint(request.hashes, decision.matched_tokens // block_size, decision.matched_tokens,
+                                self._outputs.expected(""), now))
         bet = None
         if self.policy.uses_index:
             cost = next((cost for cost in decision.candidates if cost.endpoint_id == worker_id), None)
-            prefill_s = cost.queue_s + cost.prefill_s if cost is not None else 0.0
+            prefill_s = cost.first_token_s if cost is not None else 0.0
             bet = self._index.speculate(worker_id, request.hashes, now + prefill_s + self.policy.speculative_ttl_s)
         self._placed[request.index] = Placed(worker_id, booking, bet)
         self._load_changed(worker_id)
@@ -169,4 +176,5 @@ class SimGateway:
             num_waiting=max(0, report.num_waiting - max(0, num_ended - report.num_running)),
             waiting_prefill_tokens=max(0, waiting - prefill_done),
             running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
-            decode_context_tokens=max(0, report.decode_context_tokens - context_gone))
+            decode_context_tokens=max(0, report.decode_context_tokens - context_gone),
+            held_change_tokens=now.held_tokens - before.held_tokens)

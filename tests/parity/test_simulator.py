@@ -151,12 +151,15 @@ def random_fleet(draw: random.Random) -> PickInput:
                                   blocks_free=draw.choice((0, 5, 500)), blocks_cached=draw.choice((0, 40, 400)),
                                   num_running=draw.randrange(6), num_waiting=draw.randrange(2),
                                   waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
-                                  decode_context_tokens=draw.choice((0, 9000))))
+                                  decode_context_tokens=draw.choice((0, 9000)),
+                                  held_change_tokens=draw.choice((0, -3000, 5000, 60_000))))
         if draw.random() < 0.7:
-            loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)))
+            loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)),
+                                   draw.randrange(4), draw.randrange(9000), draw.uniform(0, 400))
         if draw.random() < 0.3:
             matches[name] = Match(draw.randrange(40), draw.randrange(3))
-    return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random())
+    return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random(),
+                     now=draw.uniform(100, 110), shared_ratio=draw.random())
 
 
 def test_a_shortlist_changes_no_decision() -> None:
