@@ -13,6 +13,7 @@ from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
 
 PORT_MAX = 65_535
+PROCESSES_MAX = 64
 
 
 def _url_problem(url: str) -> str | None:
@@ -43,6 +44,7 @@ class GatewayConfig:
     port: int = setting(8000, bounds=(0, PORT_MAX), help="port to listen on")
     ops_port: int | None = setting(None, bounds=(0, PORT_MAX),
                                    help="a port of its own for probes, metrics and /admin")
+    processes: int = setting(1, bounds=(1, PROCESSES_MAX), help="processes that share the port and every limit")
     workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")

@@ -159,7 +159,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
         # Free in the report, less what waited there for room, less what has been booked since then.
         free = view.blocks_free * view.block_size - view.waiting_prefill_tokens - view.held_change_tokens
         available = free + view.blocks_cached * view.block_size
-        needed = uncached + matched * (1.0 - work.shared_ratio) + ROOM_KEPT_RATIO * view.blocks_total * view.block_size
+        needed = uncached + matched * (1.0 - work.shared_ratio)
+        needed += ROOM_KEPT_RATIO * view.blocks_total * view.block_size
         if needed > available and (num_active or available <= 0):
             room_s = _room_s(view, load, work, step_s=step_s, missing_tokens=needed - available)
         evicted = uncached + output - (free if free > 0 else 0)

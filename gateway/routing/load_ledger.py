@@ -9,7 +9,8 @@ Memory: a request holds the tokens it computes, half of the answer expected of i
 request under way there holds that already; when the one that holds it ends, the duty passes to another sharer. Known
 approximation: a match is held by another as a whole or not at all.
 
-One writer (the event loop); pick and book happen with no await between them.
+One writer (the event loop); pick and book happen with no await between them. With several gateway processes each has
+a ledger of its own, and gateway.shared adds them up.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Footprint(NamedTuple):
 NO_FOOTPRINT = Footprint()
 
 
-class _Account:
+class Account:
     """The sums of one endpoint in one epoch, and who is in flight there."""
 
     __slots__ = ("booked_at_sum", "decode_context_tokens", "epoch", "held_tokens", "num_decoding", "num_inflight",
@@ -69,6 +70,12 @@ class _Account:
         self.held_tokens = 0
         self.booked_at_sum = 0.0
         self.open: dict[Booking, None] = {}
+
+    def changed(self) -> None:
+        """A booking has taken something or given it back; for accounts that others read."""
+
+    def close(self) -> None:
+        """Nobody reads it any more; open bookings may still give back."""
 
     def view(self) -> LoadView:
         return LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens, self.num_decoding,
@@ -92,7 +99,7 @@ class Booking:
     __slots__ = ("_account", "_context_tokens", "_held_tokens", "_pins", "_prefill_tokens", "_state", "endpoint_id",
                  "footprint", "found_held")
 
-    def __init__(self, endpoint_id: str, account: _Account, footprint: Footprint, *, prefill_tokens: int,
+    def __init__(self, endpoint_id: str, account: Account, footprint: Footprint, *, prefill_tokens: int,
                  context_tokens: int) -> None:
         self.endpoint_id = endpoint_id
         self.footprint = footprint
@@ -112,6 +119,7 @@ class Booking:
         if depth and not self.found_held:
             self._pin((footprint.chain[depth - 1], depth, footprint.matched_tokens))
         account.open[self] = None
+        account.changed()
 
     def prefill_done(self) -> None:
         """At the first byte: the prompt is no longer queued work, it is context that decode steps read."""
@@ -121,6 +129,7 @@ class Booking:
         self._account.queued_prefill_tokens -= self._prefill_tokens
         self._account.decode_context_tokens += self._context_tokens
         self._account.num_decoding += 1
+        self._account.changed()
 
     def release(self) -> None:
         """When the request has ended, however it ended."""
@@ -142,6 +151,7 @@ class Booking:
             if heir is not None:
                 heir._pin(pin)
         self._pins = []
+        account.changed()
 
     @property
     def released(self) -> bool:
@@ -165,7 +175,7 @@ class LoadLedger:
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
         self.shared_ratio = 0.5
 
     def book(self, endpoint_id: str, epoch: str, *, prefill_tokens: int, context_tokens: int,
@@ -175,19 +185,26 @@ class LoadLedger:
         if prefill_tokens < 0 or context_tokens < 0:
             raise ValueError(f"a booking cannot be negative: prefill_tokens={prefill_tokens}, "
                              f"context_tokens={context_tokens}")
-        account = self._accounts.get(endpoint_id)
-        if account is None or account.epoch != epoch:
-            account = self._accounts[endpoint_id] = _Account(epoch)
-        booking = Booking(endpoint_id, account, footprint, prefill_tokens=prefill_tokens,
+        booking = Booking(endpoint_id, self.begin(endpoint_id, epoch), footprint, prefill_tokens=prefill_tokens,
                           context_tokens=context_tokens)
         if footprint.matched_blocks:
             self.shared_ratio += SHARED_WEIGHT * (booking.found_held - self.shared_ratio)
         return booking
 
+    def begin(self, endpoint_id: str, epoch: str) -> Account:
+        """The account of this incarnation: from now on the endpoint's only one."""
+        account = self._accounts.get(endpoint_id)
+        if account is None or account.epoch != epoch:
+            if account is not None:
+                account.close()
+            account = self._accounts[endpoint_id] = self._open(endpoint_id, epoch)
+        return account
+
     def forget(self, endpoint_id: str, epoch: str) -> None:
         """This incarnation is gone. Its open bookings become harmless; another epoch's account is left alone."""
         account = self._accounts.get(endpoint_id)
         if account is not None and account.epoch == epoch:
+            account.close()
             del self._accounts[endpoint_id]
 
     def load(self, endpoint_id: str) -> LoadView:
@@ -197,3 +214,6 @@ class LoadLedger:
     def loads(self) -> dict[str, LoadView]:
         """Every endpoint with an account; one that is absent has no load."""
         return {endpoint_id: account.view() for endpoint_id, account in self._accounts.items()}
+
+    def _open(self, endpoint_id: str, epoch: str) -> Account:
+        return Account(epoch)

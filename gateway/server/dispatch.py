@@ -27,9 +27,13 @@ from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
+from gateway.shared.notes import Notes, SharedBet
 from worker.protocol.block_hash import HashScheme
 
 KV_CACHE_FULL = "full"
+# A shorter new tail is not worth a word to the gateway's other processes.
+TOLD_BET_MIN_BLOCKS = 4
+OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
 
 
@@ -117,7 +121,8 @@ class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, max_inflight: int, breakers: Breakers) -> None:
+                 speculative_ttl_s: float, max_inflight: int, breakers: Breakers,
+                 notes: Notes | None = None) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
@@ -127,6 +132,9 @@ class Dispatcher:
         self._breakers = breakers
         self._turns = itertools.count()
         self._outputs = OutputLength()
+        self._notes = notes
+        if notes is not None:
+            notes.on_bet = self._bet_was_placed
 
     def schemes(self, model: str) -> list[HashScheme]:
         """The hash schemes in use for this model: usually one."""
@@ -176,6 +184,11 @@ class Dispatcher:
         if record.outcome == "ok" and record.model is not None and record.completion_tokens:
             self._outputs.observe(record.model, record.completion_tokens)
 
+    def is_overbooked(self, placement: Placement) -> bool:
+        """Whether another process of this gateway booked the worker's last place in the same moment."""
+        return (self._notes is not None
+                and self._ledger.load(placement.endpoint_id).num_inflight > self._max_inflight)
+
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight
         return frozenset(endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most)
@@ -217,7 +230,16 @@ class Dispatcher:
             return None
         # The time to live bridges the lag of events, which begins when the blocks have been computed.
         expires_at = time.monotonic() + prefill_s + self._speculative_ttl_s
-        return self._index.speculate(endpoint.endpoint_id, hashes, expires_at)
+        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at)
+        if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
+            self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
+        return bet
+
+    def _bet_was_placed(self, bet: SharedBet) -> None:
+        """By another process of this gateway: a burst of siblings goes together, whichever processes it meets."""
+        endpoint = self._table.get(bet.endpoint_id)
+        if endpoint is not None and endpoint.epoch == bet.epoch and endpoint.knowledge is not Knowledge.NONE:
+            self._index.speculate(bet.endpoint_id, bet.hashes, bet.expires_at)
 
     def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
         """The decision for POST /admin/explain, with every candidate's cost."""
@@ -244,18 +266,31 @@ class Choosing:
         """The next worker, booked. ApiError 503 when none could be chosen in the first place."""
         if last is not None and self._record.worker_id is not None:
             self._suspect(self._record.worker_id)
-        decision = self._dispatcher.decide(self._prompt, excluded, self._record)
-        if isinstance(decision, NoEndpoint):
-            if last is None:
-                raise errors.no_worker(f"No worker can take this request now: {decision.message}.")
-            return None
+        for attempt in range(OVERBOOKED_RETRIES_MAX + 1):
+            decision = self._dispatcher.decide(self._prompt, excluded, self._record)
+            if isinstance(decision, NoEndpoint):
+                if last is None:
+                    raise errors.no_worker(f"No worker can take this request now: {decision.message}.")
+                return None
+            placement = self._dispatcher.book(self._prompt, decision, self._address)
+            if attempt == OVERBOOKED_RETRIES_MAX or not self._dispatcher.is_overbooked(placement):
+                break
+            placement.abandon()
         if last is not None:
             self._record.retries.append(last.reason)
-        placement = self._dispatcher.book(self._prompt, decision, self._address)
-        self._note(placement)
+        self.note(placement)
         return placement
 
-    def _note(self, placement: Placement) -> None:
+    def another(self) -> Placement | None:
+        """A second worker for the same request, booked beside the one that has it; None when there is none."""
+        chosen = self._record.worker_id
+        decision = self._dispatcher.decide(self._prompt, frozenset(() if chosen is None else (chosen,)))
+        if isinstance(decision, NoEndpoint):
+            return None
+        return self._dispatcher.book(self._prompt, decision, self._address)
+
+    def note(self, placement: Placement) -> None:
+        """This one answers."""
         record, decision = self._record, placement.decision
         knowledge = placement.endpoint.knowledge
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value

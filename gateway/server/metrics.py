@@ -8,9 +8,12 @@ Must never: take a label from a request that the configuration or the workers do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -22,7 +25,9 @@ from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.request_record import RequestRecord
 
+T = TypeVar("T")
 OTHER = "other"
+READ_RETRIES_MAX = 3
 LOOP_LAG_INTERVAL_S = 0.5
 _LATENCY_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STAGE_BUCKETS = (.00001, .00003, .0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3)
@@ -53,7 +58,11 @@ class GatewayMetrics:
                                       ["model", "source"], registry=registry)
         self._hit_error = Histogram("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
                                     ["direction"], buckets=_TOKEN_BUCKETS, registry=registry)
-        self._session_cached = self._session_cacheable = 0
+        self._session_cached = Counter("headstart_session_cached_tokens", "Of those cacheable, found.",
+                                       registry=registry)
+        self._session_cacheable = Counter("headstart_session_cacheable_tokens",
+                                          "Known prefix tokens of requests that continue one.", registry=registry)
+        self._session_sums = [0, 0]
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
               registry=registry).set_function(self._session_hit_ratio)
         self._decisions = Counter("headstart_decisions", "Where requests went, and why.", ["worker", "reason"],
@@ -62,6 +71,8 @@ class GatewayMetrics:
                                 registry=registry)
         self._migrations = Counter("headstart_migrations", "Streams that lost their worker, and what became of them.",
                                    ["outcome"], registry=registry)
+        self._hedges = Counter("headstart_hedges", "Streams asked of a second worker, and who began first.",
+                               ["outcome"], registry=registry)
         self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
                                  ["reason"], registry=registry)
         self._queue_depth = Gauge("headstart_queue_depth", "Requests that wait for a worker to have a place.",
@@ -80,6 +91,10 @@ class GatewayMetrics:
         """Count one stream (one choice of it) that lost its worker."""
         self._migrations.labels(outcome).inc()
 
+    def hedged(self, outcome: str) -> None:
+        """Count one stream that had not begun in time."""
+        self._hedges.labels(outcome).inc()
+
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""
         self._queue_depth.set_function(num_waiting)
@@ -89,8 +104,22 @@ class GatewayMetrics:
         self._state.breaker_states = states
 
     def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
+        """The exposition text. Any thread may ask."""
+        return self._unchanged(lambda: generate_latest(self._registry))
+
+    def snapshot(self) -> bytes:
+        """Every series as JSON, for the sum over several processes. Any thread may ask."""
+        return orjson.dumps(self._unchanged(lambda: [
+            [family.name, family.type, family.documentation,
+             [[sample.name, sample.labels, sample.value] for sample in family.samples]]
+            for family in self._registry.collect()]))
+
+    def _unchanged(self, read: Callable[[], T]) -> T:
+        """The event loop may change a table under another thread's eyes: that one looks again."""
+        for _ in range(READ_RETRIES_MAX):
+            with contextlib.suppress(RuntimeError):
+                return read()
+        return read()
 
     def observe(self, record: RequestRecord, duration_s: float) -> None:
         """Count one finished request."""
@@ -121,14 +150,18 @@ class GatewayMetrics:
         self._cached_tokens.labels(model, "predicted").inc(record.matched_tokens or 0)
         self._cached_tokens.labels(model, "reported").inc(record.cached_tokens or 0)
         if record.cacheable_tokens and record.cached_tokens is not None:
-            self._session_cacheable += record.cacheable_tokens
-            self._session_cached += min(record.cached_tokens, record.cacheable_tokens)
+            found = min(record.cached_tokens, record.cacheable_tokens)
+            self._session_sums[0] += found
+            self._session_sums[1] += record.cacheable_tokens
+            self._session_cached.inc(found)
+            self._session_cacheable.inc(record.cacheable_tokens)
         error = record.hit_error_tokens()
         if error is not None and error != 0:
             self._hit_error.labels("over" if error > 0 else "under").observe(abs(error))
 
     def _session_hit_ratio(self) -> float:
-        return self._session_cached / self._session_cacheable if self._session_cacheable else math.nan
+        cached, cacheable = self._session_sums
+        return cached / cacheable if cacheable else math.nan
 
     def model_label(self, model: str | None) -> str:
         """The model's name if a worker serves it, else `other`: clients cannot make series."""
