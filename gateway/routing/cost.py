@@ -157,7 +157,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     room_s = evict_s = 0.0
     if view.blocks_total:
         # Free in the report, less what waited there for room, less what has been booked since then.
-        free = view.blocks_free * view.block_size - view.waiting_prefill_tokens - view.held_change_tokens
+        free = (view.blocks_free * view.block_size - view.waiting_prefill_tokens
+                - load.held_tokens + view.held_tokens_at_report)
         available = free + view.blocks_cached * view.block_size
         needed = uncached + matched * (1.0 - work.shared_ratio)
         needed += ROOM_KEPT_RATIO * view.blocks_total * view.block_size

@@ -43,7 +43,8 @@ class Shortlist:
         self._queued[row] = max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens)
         self._active[row] = max(load.num_inflight, view.num_running + view.num_waiting)
         self._context[row] = max(load.decode_context_tokens, view.decode_context_tokens)
-        self._free[row] = view.blocks_free * view.block_size - view.waiting_prefill_tokens - view.held_change_tokens
+        self._free[row] = (view.blocks_free * view.block_size - view.waiting_prefill_tokens
+                           - load.held_tokens + view.held_tokens_at_report)
         self._cached[row], self._pool[row] = view.blocks_cached * view.block_size, view.blocks_total * view.block_size
         self._inflight[row], self._booked_at[row] = load.num_inflight, load.booked_at_sum
         self._running[row] = max(load.num_decoding, view.num_running, 1)

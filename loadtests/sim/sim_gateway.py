@@ -177,4 +177,4 @@ class SimGateway:
             waiting_prefill_tokens=max(0, waiting - prefill_done),
             running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
             decode_context_tokens=max(0, report.decode_context_tokens - context_gone),
-            held_change_tokens=now.held_tokens - before.held_tokens)
+            held_tokens_at_report=before.held_tokens)

@@ -152,7 +152,7 @@ def random_fleet(draw: random.Random) -> PickInput:
                                   num_running=draw.randrange(6), num_waiting=draw.randrange(2),
                                   waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
                                   decode_context_tokens=draw.choice((0, 9000)),
-                                  held_change_tokens=draw.choice((0, -3000, 5000, 60_000))))
+                                  held_tokens_at_report=draw.choice((0, 3000, 60_000))))
         if draw.random() < 0.7:
             loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)),
                                    draw.randrange(4), draw.randrange(9000), draw.uniform(0, 400))

@@ -27,7 +27,7 @@ views = st.builds(
     decode_step_s=st.sampled_from([0.0, 0.01, 0.06]), blocks_total=st.sampled_from([0, 1000]),
     blocks_free=st.integers(0, 1000), blocks_cached=st.integers(0, 1000), num_running=counts, num_waiting=counts,
     waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
-    held_change_tokens=st.integers(-50_000, 50_000), price_s=st.floats(-10, 10))
+    held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10))
 fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
 inputs = st.builds(
     PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
@@ -110,5 +110,5 @@ def test_more_cache_never_costs_more_and_more_load_never_costs_less(
     assert total(view, match, load._replace(queued_prefill_tokens=load.queued_prefill_tokens + more)) >= base - slack
     longer_queue = replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more)
     assert total(longer_queue, match, load) >= base - slack
-    assert total(replace(view, held_change_tokens=view.held_change_tokens + more), match, load) >= base - slack
+    assert total(view, match, load._replace(held_tokens=load.held_tokens + more)) >= base - slack
     assert total(replace(view, blocks_free=view.blocks_free + more), match, load) <= base + slack

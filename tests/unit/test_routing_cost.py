@@ -90,12 +90,13 @@ def test_a_first_token_waits_for_the_decode_steps_in_between() -> None:
     assert cost(view(), load=LoadView(1, 7192, 0)).steps_s == pytest.approx(1.5 * 0.02)
 
 
-@pytest.mark.parametrize(("free", "change", "evicted"), [
-    (69, 0, 0), (68, 0, 12), (0, 0, 1100), (68, 88, 100), (0, -1100, 0), (0, -1000, 100)])
-def test_what_must_be_evicted_may_be_asked_for_again(free: int, change: int, evicted: int) -> None:
-    worker = view(blocks_total=1000, blocks_free=free, blocks_cached=900, held_change_tokens=change)
-    assert cost(worker).evict_s == pytest.approx(EVICTED_REUSE_RATIO * evicted * 0.001)
-    assert cost(worker).room_s == 0.0
+@pytest.mark.parametrize(("free", "held", "evicted"), [
+    (69, 2000, 0), (68, 2000, 12), (0, 2000, 1100), (68, 2088, 100), (0, 900, 0), (0, 1000, 100)])
+def test_what_must_be_evicted_may_be_asked_for_again(free: int, held: int, evicted: int) -> None:
+    worker = view(blocks_total=1000, blocks_free=free, blocks_cached=900, held_tokens_at_report=2000)
+    load = LoadView(held_tokens=held)
+    assert cost(worker, load=load).evict_s == pytest.approx(EVICTED_REUSE_RATIO * evicted * 0.001)
+    assert cost(worker, load=load).room_s == 0.0
 
 
 FULL = {"blocks_total": 1000, "blocks_free": 0, "blocks_cached": 0}
@@ -106,7 +107,7 @@ LIFE_S = 100 * 0.02
     ({}, LoadView(4, 0, 0, 4), 1 / 4),                                         # at least until one has ended
     ({"num_running": 8}, LoadView(4, 0, 0, 4), 1 / 8),
     ({"num_running": 8, "waiting_prefill_tokens": 15_000}, NO_LOAD, 1 + ROOM_KEPT_RATIO),   # who waits goes first
-    ({"held_change_tokens": 7000}, LoadView(8, 0, 0, 8), 0.5 + ROOM_KEPT_RATIO),            # booked since the report
+    ({"held_tokens_at_report": 100}, LoadView(8, 0, 0, 8, 7100), 0.5 + ROOM_KEPT_RATIO),  # booked since the report
     ({"blocks_cached": 73}, LoadView(4, 0, 0, 4), 0.0), ({"blocks_cached": 72}, LoadView(4, 0, 0, 4), 1 / 4)])
 def test_waiting_for_memory(changes: dict[str, int], load: LoadView, share: float) -> None:
     half_a_life_later = cost(view(**{**FULL, **changes}), load=load, now=LIFE_S / 2)
