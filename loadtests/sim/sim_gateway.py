@@ -35,6 +35,7 @@ class _Known:
     own_load_at_report: LoadView
     next_seq: int = 0
     in_sequence: bool = True
+    epoch: int = 0
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class SimGateway:
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
         self._views: list[EndpointView] = []
+        self._siblings = [self]   # who books in this ledger
         for worker_id in worker_ids:
             self._views.append(self._view(worker_id))
 
@@ -86,12 +88,29 @@ class SimGateway:
         self._load_changed(placed.worker_id)
         self.policy.prefill_done(request, placed.worker_id)
 
-    def ended(self, request: SimRequest) -> None:
+    def join(self, other: SimGateway) -> None:
+        """From now on both book in one ledger, as the processes of one gateway do."""
+        self._ledger, self._loads = other._ledger, other._loads
+        self._siblings = other._siblings
+        self._siblings.append(self)
+
+    def replaced(self, worker_id: str, report: Report) -> None:
+        """The worker is another process now: nothing is there that was believed, and nothing booked."""
+        known = self._known[worker_id]
+        known.epoch += 1
+        known.next_seq, known.in_sequence = 0, True
+        self._index.purge(worker_id)
+        self._ledger.forget(worker_id, f"{EPOCH} {known.epoch - 1}")
+        self._loads.pop(worker_id, None)
+        self.reported(worker_id, report)
+
+    def ended(self, request: SimRequest, *, well: bool = True) -> None:
         placed = self._placed.pop(request.index)
         placed.booking.release()
         self._load_changed(placed.worker_id)
         self.policy.ended(request, placed.worker_id)
-        self._outputs.observe("", request.output_tokens)
+        if well:
+            self._outputs.observe("", request.output_tokens)
 
     def reported(self, worker_id: str, report: Report) -> None:
         """The worker's answer to a poll arrived."""
@@ -137,7 +156,8 @@ class SimGateway:
         worker_id = decision.endpoint_id
         block_size = self._scheme.block_size
         booking = self._ledger.book(
-            worker_id, EPOCH, prefill_tokens=decision.uncached_tokens, context_tokens=request.prompt_tokens,
+            worker_id, f"{EPOCH} {self._known[worker_id].epoch}", prefill_tokens=decision.uncached_tokens,
+            context_tokens=request.prompt_tokens,
             footprint=Footprint(request.hashes, decision.matched_tokens // block_size, decision.matched_tokens,
                                 self._outputs.expected(""), now))
         bet = None
@@ -151,7 +171,8 @@ class SimGateway:
 
     def _load_changed(self, worker_id: str) -> None:
         self._loads[worker_id] = self._ledger.load(worker_id)
-        self._renew(worker_id)
+        for gateway in self._siblings:
+            gateway._renew(worker_id)
 
     def _renew(self, worker_id: str) -> None:
         view = self._views[self._known[worker_id].position] = self._view(worker_id)
