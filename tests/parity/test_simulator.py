@@ -104,6 +104,30 @@ def test_two_replicas_share_the_work() -> None:
     assert not any(gateway._placed for gateway in cluster.gateways)
 
 
+def test_with_one_ledger_each_replica_sees_what_the_other_books() -> None:
+    trace = random_trace(5, 120, 64)
+    apart = finished(trace, SimulationPlan(num_workers=4, load=0.8, num_gateways=2))
+    joined = finished(trace, SimulationPlan(num_workers=4, load=0.8, num_gateways=2, shared_ledger=True))
+    assert joined.gateways[0]._ledger is joined.gateways[1]._ledger
+    assert apart.gateways[0]._ledger is not apart.gateways[1]._ledger
+    assert all(load.num_inflight == 0 for load in joined.gateways[0]._ledger.loads().values())
+
+
+def test_a_restart_storm_loses_caches_and_no_request() -> None:
+    trace = random_trace(9, 200, 64)
+    calm = finished(trace, SimulationPlan(num_workers=3, load=0.8, capacity=0.5))
+    storm = finished(trace, SimulationPlan(num_workers=3, load=0.8, capacity=0.5, restart_storm=True, num_gateways=2))
+    assert len(storm.retired) == 3
+    assert all(request.ended_at is not None and not request.failed for request in storm.requests)
+    assert not any(gateway._placed for gateway in storm.gateways)
+    assert sum(request.cached_tokens for request in storm.requests) < sum(
+        request.cached_tokens for request in calm.requests)
+    for worker in storm.workers:
+        worker.scheduler.check_invariants()
+        for gateway in storm.gateways:  # nothing of the former life is believed
+            assert gateway._index.num_blocks(worker.worker_id) <= worker.pool.num_sealed
+
+
 def test_events_without_tokens_mean_what_the_workers_events_mean() -> None:
     """The same life of two pools, one told by hashes, one by the worker's events through the gateway's applier."""
     trace = random_trace(11, 120, 16)
