@@ -148,7 +148,8 @@ class Endpoint:
             waiting_prefill_tokens=max(0, load.waiting_prefill_tokens - prefill_done),
             running_prefill_tokens=max(0, load.running_prefill_tokens
                                        - max(0, prefill_done - load.waiting_prefill_tokens)),
-            decode_context_tokens=max(0, load.decode_context_tokens - context_gone))
+            decode_context_tokens=max(0, load.decode_context_tokens - context_gone),
+            held_tokens_at_report=before.held_tokens)
         object.__setattr__(self, "_view", view)  # remembered, which is no change
         object.__setattr__(self, "_view_key", key)
         return view

@@ -36,7 +36,7 @@ from gateway.relay.retry import AttemptFailed, Refusal, Walk
 from gateway.relay.sse import body_usage
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
-from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
+from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 from gateway.server.addressing import ChoiceToResume, upstream_request
 from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.answering import Answering, Beginning, Taken
@@ -171,6 +171,7 @@ class Generate:
             self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
+            self._dispatcher.answered(record)
             self._request_log.add(record, duration_s)
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
