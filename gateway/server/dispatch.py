@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway import errors
@@ -35,6 +35,8 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 4
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
+EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
+             "match_speculative_tokens", "uncached_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,7 @@ class Dispatcher:
         decision = self.decide(prompt, frozenset())
         if isinstance(decision, NoEndpoint):
             return {"decision": None, "reason": decision.reason, "detail": decision.message}
-        return {"decision": {name: value for name, value in asdict(decision).items() if name != "candidates"},
+        return {"decision": {name: getattr(decision, name) for name in EXPLAINED},
                 "prompt_tokens": prompt.num_prompt_tokens,
                 "candidates": [cost._asdict() for cost in decision.candidates]}
 
@@ -296,17 +298,13 @@ class Choosing:
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
         record.matched_tokens = decision.matched_tokens
         is_comparable = self._prompt.is_one_sequence and knowledge is not Knowledge.NONE
-        record.cacheable_tokens = max((cost.matched_tokens for cost in decision.candidates),
-                                      default=decision.matched_tokens) if is_comparable else None
+        record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
 
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:
     """Until the chosen worker should have computed the prompt, behind what waits there; 0 without a computed cost."""
-    for cost in decision.candidates:
-        if cost.endpoint_id == decision.endpoint_id:
-            return min(cost.first_token_s, EXPECTED_PREFILL_MAX_S)
-    return 0.0
+    return 0.0 if decision.cost is None else min(decision.cost.first_token_s, EXPECTED_PREFILL_MAX_S)
 
 
 def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
