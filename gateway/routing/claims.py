@@ -7,6 +7,7 @@ than an empty shell: an open bet keeps the claims object it was placed on, not a
 from __future__ import annotations
 
 from array import array
+from collections import deque
 
 BITS_A_SLOT = 3
 SLOT_MASK = (1 << BITS_A_SLOT) - 1
@@ -23,8 +24,8 @@ class Claims:
     than that serial were settled by a confirmation since. No block is confirmed and staked.
     """
 
-    __slots__ = ("any_bit", "bits", "confirmed_bit", "endpoint_id", "fast_bit", "num_confirmed", "num_unreached",
-                 "references", "slot", "stakes")
+    __slots__ = ("any_bit", "bits", "confirmed_bit", "endpoint_id", "fast_bit", "history", "num_confirmed",
+                 "num_unreached", "references", "slot", "stakes")
 
     def __init__(self, endpoint_id: str, slot: int) -> None:
         self.endpoint_id = endpoint_id
@@ -35,6 +36,7 @@ class Claims:
         self.bits = self.confirmed_bit | self.any_bit | self.fast_bit
         self.references: dict[int, int] = {}
         self.stakes: dict[int, int] = {}
+        self.history: deque[Speculation] = deque()  # bets that stand in for events, oldest first
         self.num_confirmed = 0
         self.num_unreached = 0  # blocks with a claim that a gap further up keeps from counting
 
@@ -42,6 +44,7 @@ class Claims:
         """The endpoint is gone: open bets find nothing here any more."""
         self.references.clear()
         self.stakes.clear()
+        self.history.clear()
         self.num_confirmed = self.num_unreached = 0
 
 
@@ -62,6 +65,7 @@ class Speculation:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks still bet on; 0 when it was taken back or has expired."""
         return len(self._blocks)
 
     def take(self) -> tuple[Claims, array[int]]:

@@ -39,6 +39,8 @@ _WORST_BYTES = ROW_BYTES + LEAF_BYTES + SET_BYTES + EXTRA_BYTES + BET_BLOCK_BYTE
 
 REFERENCES_MAX = 0xFFFF
 LANES_MAX = 64
+HISTORY_BETS_MAX = 4096
+VOID_BETS_MAX = 256
 FIRST_LANE = ("gpu", 0)
 FAST_TIERS = frozenset(("gpu", "hbm", "device"))
 _LANE_BITS = 16
@@ -61,6 +63,7 @@ class PrefixIndex:
         self._pending: list[Speculation] = []  # heap by expiry
         self._next_serial = 0
         self._num_bet_blocks = 0
+        self._num_void = 0  # bets among the pending ones that were taken back
         self._num_extra = 0  # references and stakes, over all endpoints
         self._num_spent = 0  # blocks that came and sets that were made: beyond a limit, the bound is looked at
         self._spent_max = 0
@@ -135,10 +138,13 @@ class PrefixIndex:
         self._settle(0)
         return num_dropped
 
-    def speculate(self, endpoint_id: str, hashes: Sequence[int], expires_at: float) -> Speculation:
+    def speculate(self, endpoint_id: str, hashes: Sequence[int], expires_at: float, *,
+                  blocks_max: int | None = None) -> Speculation:
         """Bet that `endpoint_id` will hold the chain `hashes` (from the root on) until `expires_at`.
 
         Blocks it holds already need no bet. Marks the chain as just used, so every booking should come by here.
+        With `blocks_max` the bets are all that is known of an endpoint that can hold so many blocks: beyond that the
+        oldest bets go first, as its own least recently used blocks do. A single prompt may be larger.
         """
         tree = self._tree
         claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
@@ -157,7 +163,10 @@ class PrefixIndex:
             last = fresh[-1] if fresh else last
         speculation = Speculation(claims, unconfirmed, expires_at, self._next_serial)
         self._num_bet_blocks += len(unconfirmed)
-        heapq.heappush(self._pending, speculation)
+        if unconfirmed:
+            heapq.heappush(self._pending, speculation)
+            if blocks_max is not None:
+                self._keep_history(claims, speculation, blocks_max)
         tree.touch(last)
         self._settle(len(hashes) + SPECULATION_BYTES // _WORST_BYTES + 1)
         return speculation
@@ -165,7 +174,10 @@ class PrefixIndex:
     def withdraw(self, speculation: Speculation) -> None:
         """Take back what this bet added and nobody confirmed or bets on as well. Twice is harmless."""
         claims, blocks = speculation.take()
+        if not blocks:
+            return
         self._num_bet_blocks -= len(blocks)
+        self._num_void += 1
         stakes, serial = claims.stakes, speculation.serial
         for block in reversed(blocks):  # tail first: nothing below is left to visit
             stake = stakes.get(block)
@@ -183,8 +195,15 @@ class PrefixIndex:
 
     def expire(self, now: float) -> None:
         """Forget the bets that are past due."""
-        while self._pending and self._pending[0].expires_at <= now:
-            self.withdraw(heapq.heappop(self._pending))
+        pending = self._pending
+        while pending and pending[0].expires_at <= now:
+            self.withdraw(pending[0])
+            heapq.heappop(pending)
+            self._num_void -= 1
+        if self._num_void > len(pending) // 2 + VOID_BETS_MAX:
+            self._pending = [bet for bet in pending if bet.num_blocks]
+            heapq.heapify(self._pending)
+            self._num_void = 0
 
     def purge(self, endpoint_id: str) -> None:
         """Forget the endpoint altogether, at once. Its open bets become harmless."""
@@ -272,6 +291,7 @@ class PrefixIndex:
                 assert held[block] & claims.any_bit, "a confirmed block that is not held at all"
             assert all(stake & STAKE_COUNT_MASK for stake in claims.stakes.values()), "a bet by nobody"
         assert self._num_extra == sum(len(c.references) + len(c.stakes) for c in self._roster.by_id.values())
+        assert self._num_void == sum(not bet.num_blocks for bet in self._pending), "void bets are miscounted"
         assert self._num_bet_blocks == sum(bet.num_blocks for bet in self._pending), "blocks bet on are miscounted"
         assert not len(tree) or self.memory_bytes() <= self.max_bytes, "over the bound"
 
@@ -342,6 +362,13 @@ class PrefixIndex:
             self._num_extra += len(stakes) - before
             self._holdings.grant(claims, blocks, claims.any_bit)
         return unconfirmed
+
+    def _keep_history(self, claims: Claims, speculation: Speculation, blocks_max: int) -> None:
+        history = claims.history
+        history.append(speculation)
+        while len(history) > 1 and (len(claims.stakes) > blocks_max or len(history) > HISTORY_BETS_MAX
+                                    or not history[0].num_blocks):
+            self.withdraw(history.popleft())
 
     def _settle(self, num_blocks: int) -> None:
         """After every growth, by so many blocks at most: look at the bound, if they may have reached it."""

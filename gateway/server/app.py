@@ -67,6 +67,7 @@ class Gateway:
         self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
                                 speculative_ttl_s=config.speculative_ttl_s,
+                                approximate_ttl_s=config.approximate_ttl_s,
                                 max_inflight=config.max_inflight_per_worker)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)

@@ -29,6 +29,7 @@ from worker.protocol.block_hash import HashScheme
 
 KV_CACHE_FULL = "full"
 EXPECTED_PREFILL_MAX_S = 120.0
+APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +102,13 @@ class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, max_inflight: int) -> None:
+                 speculative_ttl_s: float, approximate_ttl_s: float, max_inflight: int) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
         self._policy = policy
         self._speculative_ttl_s = speculative_ttl_s
+        self._approximate_ttl_s = approximate_ttl_s
         self._max_inflight = max_inflight
         self._turns = itertools.count()
 
@@ -183,9 +185,13 @@ class Dispatcher:
         hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
+        now = time.monotonic()
+        if endpoint.knowledge is Knowledge.APPROXIMATE:
+            # No event will tell: what we sent there lately is what we know, as far as its cache reaches.
+            return self._index.speculate(endpoint.endpoint_id, hashes, now + prefill_s + self._approximate_ttl_s,
+                                         blocks_max=report.blocks.total or APPROXIMATE_BLOCKS_MAX)
         # The time to live bridges the lag of events, which begins when the blocks have been computed.
-        expires_at = time.monotonic() + prefill_s + self._speculative_ttl_s
-        return self._index.speculate(endpoint.endpoint_id, hashes, expires_at)
+        return self._index.speculate(endpoint.endpoint_id, hashes, now + prefill_s + self._speculative_ttl_s)
 
     def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
         """The decision for POST /admin/explain, with every candidate's cost."""
