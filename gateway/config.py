@@ -13,6 +13,7 @@ from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
 
 PORT_MAX = 65_535
+PROCESSES_MAX = 64
 
 
 def _url_problem(url: str) -> str | None:
@@ -43,6 +44,7 @@ class GatewayConfig:
     port: int = setting(8000, bounds=(0, PORT_MAX), help="port to listen on")
     ops_port: int | None = setting(None, bounds=(0, PORT_MAX),
                                    help="a port of its own for probes, metrics and /admin")
+    processes: int = setting(1, bounds=(1, PROCESSES_MAX), help="processes that share the port and every limit")
     workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
@@ -58,6 +60,16 @@ class GatewayConfig:
     max_retries: int = setting(2, bounds=(0, None), help="other workers tried before the first byte")
     max_migrations: int = setting(3, bounds=(0, None), table="failure",
                                   help="how often a stream may go on at another worker; 0: never")
+    breaker_failures: int = setting(5, bounds=(1, None), table="failure",
+                                    help="failures in a row after which a worker is avoided")
+    breaker_open_s: float = setting(2.0, bounds=(0.001, None), table="failure",
+                                    help="how long it is avoided before a probe; doubled after each that fails")
+    breaker_open_max_s: float = setting(30.0, bounds=(0.001, None), table="failure", help="avoided at most")
+    total_timeout_s: float = setting(3600.0, bounds=(0.001, None), table="failure",
+                                     help="a request from its arrival to its last byte")
+    hedge_after_s: float | None = setting(None, bounds=(0.001, None), table="failure",
+                                          help="ask a second worker when a stream has not begun by then; none: never")
+    max_hedges: int = setting(8, bounds=(1, None), table="failure", help="requests asked twice at the same time")
     health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
     max_inflight_per_worker: int = setting(1024, bounds=(1, None), table="admission",
                                            help="requests under way at a worker; more wait here")

@@ -20,6 +20,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 EXIT_USAGE = 2
 BACKOFF_S = 0.25
@@ -115,8 +116,8 @@ class Supervisor:
                 if not self.failed.done():
                     self.failed.set_result(StartFailure(child.spec.name, code, child.last_line))
                 return
-            delay_s = min(BACKOFF_S * 2 ** (child.deaths - 1), BACKOFF_MAX_S)
-            self._say(f"{child.spec.name} {_in_words(code)}; starting it again in {delay_s:g} s")
+            delay_s = backoff_s(child.deaths)
+            self._say(f"{child.spec.name} {in_words(code)}; starting it again in {delay_s:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
 
@@ -125,7 +126,7 @@ class Supervisor:
             *child.spec.argv, env=dict(child.spec.environ), stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches us alone, and we stop the children in order
-            preexec_fn=partial(_die_with_parent, os.getpid()) if _libc else None)
+            preexec_fn=dying_with_parent())
         assert process.stdout is not None
         if self._stopping.is_set():
             process.kill()  # stop() came while it was being started and could not see it
@@ -153,6 +154,18 @@ class Supervisor:
         self._say(f"[{child.spec.name}] {text}")
 
 
+def backoff_s(deaths: int) -> float:
+    """How long after so many deaths in a row a child starts again."""
+    return min(BACKOFF_S * 2.0 ** (deaths - 1), BACKOFF_MAX_S)
+
+
+def python_command() -> tuple[str, ...]:
+    """How a child of ours begins: this Python, told which modules are ours."""
+    # -m looks in the current folder first; somebody's own ./worker must not be taken for ours.
+    at_home = Path(__file__).parent.parent == Path.cwd()
+    return (sys.executable, "-m") if at_home else (sys.executable, "-P", "-m")
+
+
 def _running(child: _Child) -> bool:
     return child.process is not None and child.process.returncode is None
 
@@ -162,10 +175,16 @@ def _signal(child: _Child, signum: signal.Signals) -> None:
         child.process.send_signal(signum)
 
 
-def _in_words(code: int) -> str:
+def in_words(code: int) -> str:
+    """How a process ended."""
     if code >= 0:
         return f"ended with exit status {code}"
     return f"was ended by {signal.Signals(-code).name}"
+
+
+def dying_with_parent() -> Callable[[], None] | None:
+    """What a child runs first, so that it is ended when its supervisor is killed outright (Linux; elsewhere None)."""
+    return partial(_die_with_parent, os.getpid()) if _libc else None
 
 
 def _die_with_parent(parent_pid: int) -> None:

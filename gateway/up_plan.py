@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import GatewayConfig
-from gateway.supervisor import ChildSpec
+from gateway.supervisor import ChildSpec, python_command
 from worker.protocol.command_line import EXIT_OK, CommandParser, add_flags, exit_with_problems
 from worker.protocol.settings import SettingsError, flag_specs, load_settings, render_settings
 
@@ -106,9 +106,9 @@ def child_specs(plan: UpPlan, admin_token: str, environ: Mapping[str, str]) -> l
         of_worker["HEADSTART_HASH_SEED"] = _secret()
     ports = free_ports(plan.num_workers)
     urls = [f"--worker=http://127.0.0.1:{port}" for port in ports]
-    gateway = ChildSpec("gateway", (*_python(), "gateway", *plan.gateway_flags, *urls),
+    gateway = ChildSpec("gateway", (*python_command(), "gateway", *plan.gateway_flags, *urls),
                         {**shared, "HEADSTART_ADMIN_TOKEN": admin_token})
-    workers = [ChildSpec(f"worker-{number}", (*_python(), "worker", *plan.worker_flags, "--host=127.0.0.1",
+    workers = [ChildSpec(f"worker-{number}", (*python_command(), "worker", *plan.worker_flags, "--host=127.0.0.1",
                                               f"--port={port}", "--events-host=127.0.0.1", "--events-port=0"),
                          of_worker) for number, port in enumerate(ports, 1)]
     return [gateway, *workers]
@@ -176,7 +176,7 @@ def _gateway_outcome(flags: Mapping[str, Any], file: Sequence[str], environ: Map
 
 
 def _worker_outcome(flags: Sequence[str], environ: Mapping[str, str], problems: list[str]) -> dict[str, Any] | None:
-    done = subprocess.run([*_python(), "worker", *flags, "--print-config"], env=dict(environ), text=True,
+    done = subprocess.run([*python_command(), "worker", *flags, "--print-config"], env=dict(environ), text=True,
                           capture_output=True, stdin=subprocess.DEVNULL, timeout=CHECK_TIMEOUT_S)
     if done.returncode == EXIT_OK:
         return tomllib.loads(done.stdout)
@@ -187,12 +187,6 @@ def _worker_outcome(flags: Sequence[str], environ: Mapping[str, str], problems: 
 def _as_flags(given: Mapping[str, Any]) -> tuple[str, ...]:
     flags = {spec.name: spec.flag for spec in flag_specs(GatewayConfig)}
     return tuple(f"{flags[name]}={value}" for name, value in given.items())
-
-
-def _python() -> tuple[str, ...]:
-    # -m looks in the current folder first; somebody's own ./worker must not be taken for ours.
-    at_home = Path(__file__).parent.parent == Path.cwd()
-    return (sys.executable, "-m") if at_home else (sys.executable, "-P", "-m")
 
 
 def _secret() -> str:

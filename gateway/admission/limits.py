@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gateway.admission.tenants import Tenant, TenantLimits
 
@@ -33,6 +34,21 @@ class OverLimit:
 
     limit: Limit
     retry_after_s: float
+
+
+class BucketState(NamedTuple):
+    """A bucket as values: what was in it, and when."""
+
+    level: float
+    at: float
+
+
+class MeterState(NamedTuple):
+    """A meter as values, for processes that share it. A bucket that is not limited stays as it was."""
+
+    requests: BucketState
+    tokens: BucketState
+    num_inside: int
 
 
 class Bucket:
@@ -58,6 +74,15 @@ class Bucket:
     def level(self, now: float) -> float:
         """What is in it; negative when it owes."""
         return min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE_S)
+
+    @property
+    def state(self) -> BucketState:
+        """See BucketState."""
+        return BucketState(self._level, self._at)
+
+    @state.setter
+    def state(self, state: BucketState) -> None:
+        self._level, self._at = state
 
 
 class TenantMeter:
@@ -103,6 +128,18 @@ class TenantMeter:
         """Take what was generated: it is done already, so the next request pays."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
+
+    def state(self, kept: MeterState) -> MeterState:
+        """What another meter needs to go on from here; `kept` for what this one does not limit."""
+        return MeterState(kept.requests if self._requests is None else self._requests.state,
+                          kept.tokens if self._tokens is None else self._tokens.state, self.num_inside)
+
+    def restore(self, state: MeterState) -> None:
+        """Go on from there. A bucket at instant 0 was never used: it is full."""
+        for bucket, known in ((self._requests, state.requests), (self._tokens, state.tokens)):
+            if bucket is not None:
+                bucket.state = known if known.at else BucketState(bucket.per_minute, 0.0)
+        self.num_inside = state.num_inside
 
 
 class Meters:

@@ -21,6 +21,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gateway.admission.places import NOBODY_ELSEWHERE, WaitingElsewhere
+
 PRIORITY_MAX = 1000
 
 
@@ -72,10 +74,11 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def offer(self, entry: Waiting) -> list[Waiting] | None:
-        """Put it in line; those who had to go for it, or None when it is the one that finds no room."""
+    def offer(self, entry: Waiting, elsewhere: WaitingElsewhere = NOBODY_ELSEWHERE) -> list[Waiting] | None:
+        """Put it in line; those who had to go for it, or None when it is the one that finds no room. What waits
+        `elsewhere` counts against the bounds and cannot be pushed out from here."""
         assert not entry.queued, "in line already"
-        pushed_out = self._make_room(entry)
+        pushed_out = self._make_room(entry, elsewhere)
         if pushed_out is None:
             return None
         for victim in pushed_out:
@@ -147,9 +150,10 @@ class FairQueue:
             assert sum(entry.cost_tokens for entry in own) == flow.backlog_tokens
             assert len(flow.heap) <= 2 * flow.num_waiting + 8
 
-    def _make_room(self, entry: Waiting) -> list[Waiting] | None:
+    def _make_room(self, entry: Waiting, elsewhere: WaitingElsewhere) -> list[Waiting] | None:
         """Who must go for `entry`; None when it is `entry` itself. Changes nothing."""
-        num_left, bytes_left = self._num_waiting + 1, self.num_bytes + entry.num_bytes
+        num_left = self._num_waiting + elsewhere.num_requests + 1
+        bytes_left = self.num_bytes + elsewhere.num_bytes + entry.num_bytes
         if num_left <= self._max_requests and bytes_left <= self._max_bytes:
             return []
         burden = {tenant_id: flow.backlog_tokens / flow.weight for tenant_id, flow in self._flows.items()

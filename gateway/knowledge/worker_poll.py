@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import aiohttp
 from zmq.asyncio import Context
@@ -53,6 +54,7 @@ class DrainRequested:
     """An operator wants no more new work sent there, for this life of the worker."""
 
     endpoint_id: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,21 @@ class LifeEnded:
 
 
 class WorkerPoll:
-    """Starts the watchers and the keeper; `aclose()` stops them. Needs a running loop."""
+    """Starts the watchers and the keeper; `aclose()` stops them. Needs a running loop.
+
+    `was_drained` knows which lives of workers an operator drained through another process of this gateway.
+    """
 
     def __init__(self, table: EndpointTable, ledger: LoadLedger, joining: Joining, writer: IndexWriter, *,
-                 session: aiohttp.ClientSession, worker_token: str, health_interval_s: float) -> None:
+                 session: aiohttp.ClientSession, worker_token: str, health_interval_s: float,
+                 was_drained: Callable[[str, str], bool] = lambda endpoint_id, epoch: False) -> None:
         self._table = table
         self._ledger = ledger
         self._joining = joining
         self._writer = writer
         self._interval_s = health_interval_s
         self._has_token = bool(worker_token)
+        self._was_drained = was_drained
         self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
@@ -94,8 +101,10 @@ class WorkerPoll:
             self._nudges[endpoint_id].set()
 
     async def request_drain(self, endpoint_id: str) -> None:
-        """See DrainRequested."""
-        await self._inbox.put(DrainRequested(endpoint_id))
+        """See DrainRequested. Returns once no request of this process goes there any more."""
+        request = DrainRequested(endpoint_id)
+        await self._inbox.put(request)
+        await request.done.wait()
 
     async def aclose(self) -> None:
         """Stop everything and close the event sockets."""
@@ -143,6 +152,8 @@ class WorkerPoll:
         while True:
             note = await self._inbox.get()
             endpoint = self._table.get(note.endpoint_id)
+            if isinstance(note, DrainRequested):
+                note.done.set()  # by the time its asker runs, so it is: nothing is awaited on the way
             if endpoint is None:
                 continue
             before = endpoint.state, endpoint.detail
@@ -178,7 +189,8 @@ class WorkerPoll:
         endpoint.compatible = joined.compatible
         endpoint.parity = joined.parity
         endpoint.detail = joined.detail
-        endpoint.drain_requested = False
+        endpoint.drain_requested = self._was_drained(endpoint.endpoint_id, joined.epoch)
+        self._ledger.begin(endpoint.endpoint_id, joined.epoch)
         if joined.scheme is not None and joined.compatible:
             self._follow(endpoint, joined.scheme)
 

@@ -18,6 +18,7 @@ from worker.protocol.api_error import ApiError
 MAX_REFUSAL_BYTES = 64 * 1024
 REFUSAL_READ_TIMEOUT_S = 5.0
 LOST_LOOK_S = 0.25
+TIMEOUT, DEADLINE = "timeout", "deadline"  # the worker's limit, or the client's own
 _NOT_THE_CLIENTS = (401, 403, 429)
 Opened = tuple[UpstreamResponse, bytes]
 
@@ -76,12 +77,17 @@ class Attempt(Protocol):
         """Undo everything booked. Idempotent."""
         ...
 
+    def failed(self, reason: str) -> None:
+        """abandon(), and remember it of the worker."""
+        ...
+
 
 # Given the workers already tried and why the last one failed: the next attempt, booked, or None when nobody is left.
 Choose = Callable[[frozenset[str], "AttemptFailed | None"], "Attempt | None"]
 
 
-async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float) -> FirstAnswer:
+async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float,
+                       timeout_reason: str = TIMEOUT) -> FirstAnswer:
     """Send to one worker and await its first body bytes; AttemptFailed when the answer is not one for the client."""
     worker_id = attempt.endpoint_id
     opening = asyncio.create_task(_open(upstream, attempt.upstream_request))
@@ -89,7 +95,7 @@ async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float
         async with asyncio.timeout(timeout_s):
             response, chunk = await _unless_lost(opening, attempt)
     except TimeoutError as late:
-        raise AttemptFailed("timeout", errors.worker_timeout(
+        raise AttemptFailed(timeout_reason, errors.worker_timeout(
             f"Worker {worker_id} sent nothing for {timeout_s:g} s."), retryable=False) from late
     except UpstreamFailure as failure:
         lost = errors.worker_failed(f"Worker {worker_id} could not be reached ({failure.kind.value}).")
@@ -175,7 +181,7 @@ class Walk:
 
 
 async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: int, timeout_s: float,
-                          walk: Walk | None = None) -> tuple[Attempt, FirstAnswer]:
+                          timeout_reason: str = TIMEOUT, walk: Walk | None = None) -> tuple[Attempt, FirstAnswer]:
     """The first worker's answer that is the client's to have, trying at most `max_retries` others.
 
     `walk`: where it has led so far. Raises the last AttemptFailed, or ApiError(503) when no worker could be chosen at
@@ -187,9 +193,10 @@ async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: in
         if attempt is None:
             break
         try:
-            return attempt, await first_answer(upstream, attempt, timeout_s=timeout_s)
+            return attempt, await first_answer(upstream, attempt, timeout_s=timeout_s,
+                                               timeout_reason=timeout_reason)
         except AttemptFailed as failure:
-            attempt.abandon()
+            attempt.failed(failure.reason)
             walk.failed(attempt.endpoint_id, failure)
             if not failure.retryable:
                 raise

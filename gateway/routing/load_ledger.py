@@ -5,7 +5,8 @@ and report) and never go negative. The rule that keeps it true sits inside: a bo
 exactly what it took, once, to the account it took it from. When an endpoint restarts its account is replaced, not
 zeroed, so a guard of the old epoch writes to an account that nobody reads.
 
-One writer (the event loop); pick and book happen with no await between them.
+One writer (the event loop); pick and book happen with no await between them. With several gateway processes each has
+a ledger of its own, and gateway.shared adds them up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class LoadView(NamedTuple):
 NO_LOAD = LoadView()
 
 
-class _Account:
+class Account:
     """The sums of one endpoint in one epoch."""
 
     __slots__ = ("decode_context_tokens", "epoch", "num_inflight", "queued_prefill_tokens")
@@ -35,6 +36,12 @@ class _Account:
         self.num_inflight = 0
         self.queued_prefill_tokens = 0
         self.decode_context_tokens = 0
+
+    def changed(self) -> None:
+        """A booking has taken something or given it back; for accounts that others read."""
+
+    def close(self) -> None:
+        """Nobody reads it any more; open bookings may still give back."""
 
     def view(self) -> LoadView:
         return LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens)
@@ -48,7 +55,7 @@ class Booking:
 
     __slots__ = ("_account", "_context_tokens", "_prefill_tokens", "_state", "endpoint_id")
 
-    def __init__(self, endpoint_id: str, account: _Account, prefill_tokens: int, context_tokens: int) -> None:
+    def __init__(self, endpoint_id: str, account: Account, prefill_tokens: int, context_tokens: int) -> None:
         self.endpoint_id = endpoint_id
         self._account = account
         self._prefill_tokens = prefill_tokens
@@ -56,6 +63,7 @@ class Booking:
         self._state = "prefill"
         account.num_inflight += 1
         account.queued_prefill_tokens += prefill_tokens
+        account.changed()
 
     def prefill_done(self) -> None:
         """At the first byte: the prompt is no longer queued work, it is context that decode steps read."""
@@ -64,6 +72,7 @@ class Booking:
         self._state = "decode"
         self._account.queued_prefill_tokens -= self._prefill_tokens
         self._account.decode_context_tokens += self._context_tokens
+        self._account.changed()
 
     def release(self) -> None:
         """When the request has ended, however it ended."""
@@ -73,6 +82,7 @@ class Booking:
         self._state = "released"
         self._account.decode_context_tokens -= self._context_tokens
         self._account.num_inflight -= 1
+        self._account.changed()
 
     @property
     def released(self) -> bool:
@@ -89,7 +99,7 @@ class LoadLedger:
     """Accounts by endpoint; as many as there are endpoints, so the endpoint table bounds it."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
 
     def book(self, endpoint_id: str, epoch: str, *, prefill_tokens: int, context_tokens: int) -> Booking:
         """Take the load of one request. `prefill_tokens` are those to compute (prompt less match), `context_tokens`
@@ -97,15 +107,22 @@ class LoadLedger:
         if prefill_tokens < 0 or context_tokens < 0:
             raise ValueError(f"a booking cannot be negative: prefill_tokens={prefill_tokens}, "
                              f"context_tokens={context_tokens}")
+        return Booking(endpoint_id, self.begin(endpoint_id, epoch), prefill_tokens, context_tokens)
+
+    def begin(self, endpoint_id: str, epoch: str) -> Account:
+        """The account of this incarnation: from now on the endpoint's only one."""
         account = self._accounts.get(endpoint_id)
         if account is None or account.epoch != epoch:
-            account = self._accounts[endpoint_id] = _Account(epoch)
-        return Booking(endpoint_id, account, prefill_tokens, context_tokens)
+            if account is not None:
+                account.close()
+            account = self._accounts[endpoint_id] = self._open(endpoint_id, epoch)
+        return account
 
     def forget(self, endpoint_id: str, epoch: str) -> None:
         """This incarnation is gone. Its open bookings become harmless; another epoch's account is left alone."""
         account = self._accounts.get(endpoint_id)
         if account is not None and account.epoch == epoch:
+            account.close()
             del self._accounts[endpoint_id]
 
     def load(self, endpoint_id: str) -> LoadView:
@@ -115,3 +132,6 @@ class LoadLedger:
     def loads(self) -> dict[str, LoadView]:
         """Every endpoint with an account; one that is absent has no load."""
         return {endpoint_id: account.view() for endpoint_id, account in self._accounts.items()}
+
+    def _open(self, endpoint_id: str, epoch: str) -> Account:
+        return Account(epoch)

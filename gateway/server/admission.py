@@ -10,18 +10,23 @@ than the ready workers have places for. With no worker ready nothing waits: the 
 from __future__ import annotations
 
 import asyncio
+import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway import errors
-from gateway.admission.limits import Meters, TenantMeter
+from gateway.admission.limits import Meters
+from gateway.admission.places import Places
 from gateway.admission.queue import FairQueue, ServiceRate, Waiting
 from gateway.admission.tenants import Tenant
 from gateway.config import GatewayConfig
 from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.server.request_record import RequestRecord
+from gateway.shared.membership import Membership
+from gateway.shared.shared_meters import Meter, SharedMeters
 from worker.protocol.api_error import invalid_request
 
 DEADLINE_HEADER = "x-request-deadline-ms"
@@ -44,20 +49,29 @@ class Ask:
 
 
 class _Line:
-    """One model's queue, and who holds a place."""
+    """One model's queue, and the places at its workers."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, places: Places) -> None:
         self.queue = FairQueue(max_requests=config.max_queued_requests, max_bytes=config.max_queued_bytes,
                                ageing_s=AGEING_S)
         self.rate = ServiceRate()
         self.waiters: dict[int, asyncio.Future[None]] = {}
-        self.num_holding = 0
+        self.places = places
+
+    @property
+    def num_holding(self) -> int:
+        """Places that requests of this process hold."""
+        return self.places.num_holding
+
+    def queue_changed(self) -> None:
+        """Tell the other processes what waits here."""
+        self.places.waits_here(len(self.queue), self.queue.num_bytes)
 
 
 class Visit:
     """One request from its arrival to its end."""
 
-    def __init__(self, admission: Admission, tenant: Tenant, meter: TenantMeter, record: RequestRecord) -> None:
+    def __init__(self, admission: Admission, tenant: Tenant, meter: Meter, record: RequestRecord) -> None:
         self._admission = admission
         self._tenant = tenant
         self._meter = meter
@@ -101,10 +115,11 @@ class Visit:
 class Admission:
     """Lives on the event loop."""
 
-    def __init__(self, config: GatewayConfig, table: EndpointTable) -> None:
+    def __init__(self, config: GatewayConfig, table: EndpointTable, membership: Membership | None = None) -> None:
         self._config = config
         self._table = table
-        self._meters = Meters()
+        self._membership = membership
+        self._meters: Meters | SharedMeters = Meters() if membership is None else membership.meters
         self._lines: dict[str, _Line] = {}
         self._look_again: asyncio.TimerHandle | None = None
 
@@ -128,21 +143,29 @@ class Admission:
 
     def line_of(self, model: str) -> _Line:
         """The line for a model that some worker serves: as many as there are such models."""
-        return self._lines.setdefault(model, _Line(self._config))
+        line = self._lines.get(model)
+        if line is None:
+            places = Places() if self._membership is None else self._membership.places(model)
+            line = self._lines[model] = _Line(self._config, places)
+        return line
 
     async def await_place(self, line: _Line, ask: Ask, tenant: Tenant, deadline_at: float | None) -> None:
         """Returns with a place taken; it must be given back."""
-        now = time.monotonic()
-        is_free = not len(line.queue) and self._num_free(ask.model, line) > 0
-        wait_s = 0.0 if is_free else self._expected_wait_s(line, tenant)
-        self._refuse_hopeless(ask, wait_s, None if deadline_at is None else deadline_at - now)
-        if is_free:
-            line.num_holding += 1
+        now, elsewhere = time.monotonic(), line.places.elsewhere()
+        is_taken = not len(line.queue) and not elsewhere.num_requests and self._take_place(ask.model, line)
+        wait_s = 0.0 if is_taken else self._expected_wait_s(line, tenant)
+        try:
+            self._refuse_hopeless(ask, wait_s, None if deadline_at is None else deadline_at - now)
+        except errors.Rejected:
+            if is_taken:
+                self.give_back(line)
+            raise
+        if is_taken:
             return
         latest = now + self._config.max_queue_wait_s
         entry = Waiting(tenant.tenant_id, ask.cost_tokens, ask.num_bytes, now, tenant.limits.weight, ask.priority,
                         latest if deadline_at is None else min(latest, deadline_at))
-        pushed_out = line.queue.offer(entry)
+        pushed_out = line.queue.offer(entry, elsewhere)
         if pushed_out is None:
             raise self._full(wait_s)
         for victim in pushed_out:
@@ -151,25 +174,30 @@ class Admission:
         await self._wait(line, entry, asyncio.get_running_loop().create_future())
 
     def give_back(self, line: _Line) -> None:
-        """A place is free again."""
-        assert line.num_holding > 0, "a place was given back twice"
-        line.num_holding -= 1
-        self._call_next()
+        """A place is free again; it is the turn of those who wait here or in another process, by lot."""
+        line.places.give_back()
+        row = line.places.next_turn(random.random())
+        if row is not None and self._membership is not None:
+            self._membership.notes.your_turn(row)
+        else:
+            self.call_next()
 
     async def _wait(self, line: _Line, entry: Waiting, waiter: asyncio.Future[None]) -> None:
         line.waiters[id(entry)] = waiter
-        self._call_next()
+        self.call_next()
         try:
             await waiter
         except asyncio.CancelledError:
             # The client left. If its turn came in this very moment, the place goes to the next.
-            if not line.queue.remove(entry) and waiter.done() and not waiter.cancelled() and not waiter.exception():
+            if line.queue.remove(entry):
+                line.queue_changed()
+            elif waiter.done() and not waiter.cancelled() and not waiter.exception():
                 self.give_back(line)
             raise
         finally:
             line.waiters.pop(id(entry), None)
 
-    def _call_next(self) -> None:
+    def call_next(self) -> None:
         """Give every free place to whoever is next, and end the wait of those whose time is over."""
         now = time.monotonic()
         for model, line in self._lines.items():
@@ -177,28 +205,31 @@ class Admission:
                 continue
             for late in line.queue.expired(now):
                 self._end_wait(line, late, self._too_late(now - late.arrived_at))
-            while self._num_free(model, line) > 0 and (entry := line.queue.take()) is not None:
+            while len(line.queue) and self._take_place(model, line):
+                entry = line.queue.take()
+                assert entry is not None, "a line that is not empty has a first"
                 line.rate.left(entry.cost_tokens, now, queue_is_empty=not len(line.queue))
-                line.num_holding += 1
                 self._end_wait(line, entry, None)
+            line.queue_changed()
         if self._look_again is not None:
             self._look_again.cancel()
         self._look_again = asyncio.get_running_loop().call_later(
-            LOOK_AGAIN_S, self._call_next) if self.num_waiting else None
+            LOOK_AGAIN_S, self.call_next) if self.num_waiting else None
 
     def _end_wait(self, line: _Line, entry: Waiting, error: errors.Rejected | None) -> None:
         waiter = line.waiters.pop(id(entry))
         if waiter.done():  # cancelled, and its task has not run since: what it got goes to the next
-            line.num_holding -= error is None
+            if error is None:
+                line.places.give_back()
         elif error is None:
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
 
-    def _num_free(self, model: str, line: _Line) -> int:
+    def _take_place(self, model: str, line: _Line) -> bool:
         num_workers, limit = len(self._table.serving(model)), self._config.max_inflight_per_worker
         # Without a worker there is nothing to wait for: the dispatcher says why nobody can take it.
-        return num_workers * limit - line.num_holding if num_workers else 1
+        return line.places.take(num_workers * limit if num_workers else sys.maxsize)
 
     def _expected_wait_s(self, line: _Line, tenant: Tenant) -> float:
         """Behind what is in line; 0 while the pace is unknown."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
+import math
 import signal
+import socket
 import sys
 
 import aiohttp
+import structlog
 import uvloop
 from aiohttp import web
 
@@ -21,6 +23,7 @@ from gateway.config import GatewayConfig
 from gateway.knowledge.discovery.static import DiscoveryError, static_workers
 from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.knowledge.worker_poll import WorkerPoll
+from gateway.listening import BACKLOG, ListenError, open_listeners, port_of
 from gateway.relay.connection_pool import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
@@ -35,10 +38,14 @@ from gateway.server.openapi import OpenApiRoute
 from gateway.server.ops import OpsRoutes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
+from gateway.server.together import Together
+from gateway.shared.membership import Membership
+from gateway.shared.segment import RowState
 from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 IDLE_POLL_S = 0.05
+RETIRE_LINGER_S = 1.0
 STOP_GRACE_S = 2.0
 _log = get_logger(__name__)
 
@@ -52,42 +59,58 @@ class StartError(Exception):
 
 
 class Gateway:
-    """One gateway process's parts. Create it inside a running loop; start(), then drain() or aclose()."""
+    """One gateway process's parts. Create it inside a running loop; start(), then drain() or aclose().
 
-    def __init__(self, config: GatewayConfig) -> None:
+    `membership`: it is one of several processes on the same port.
+    """
+
+    def __init__(self, config: GatewayConfig, membership: Membership | None = None) -> None:
         table, policy, access = _checked(config)
         self.config = config
-        self.state = new_state(config, table, access)
+        self._membership = membership
+        self.state = new_state(config, table, access, membership)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._poll = WorkerPoll(table, self.state.ledger, self.state.joining, self.state.writer,
                                 session=self._session, worker_token=config.worker_token,
-                                health_interval_s=config.health_interval_s)
+                                health_interval_s=config.health_interval_s,
+                                **({} if membership is None else {"was_drained": membership.drains.holds}))
+        self._together = None if membership is None else Together(
+            membership, table, admission=self.state.admission, metrics=self.state.metrics,
+            request_drain=self._poll.request_drain)
         self._upstream = PooledUpstream(connect_timeout_s=config.connect_timeout_s)
         self._prompt_work = PromptWork()
         self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
                                 speculative_ttl_s=config.speculative_ttl_s,
                                 approximate_ttl_s=config.approximate_ttl_s,
-                                max_inflight=config.max_inflight_per_worker)
+                                max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
+                                notes=None if membership is None else membership.notes)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
         self._runners: list[web.ServerRunner] = []
-        self._sites: list[web.TCPSite] = []
+        self._sites: list[web.SockSite] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
         self.port = config.port
 
     async def start(self) -> None:
         """Open the listeners and begin to look at the workers. StartError when a port or file cannot be used."""
-        main, ops = self._routes()
-        self.port = await self._listen(main, self.config.port)
-        if self.config.ops_port is not None:
-            await self._listen(ops, self.config.ops_port)
-        self._write_admin_token()
+        listeners = self._listeners()
+        self.port = port_of(listeners[0])
+        if self._membership is None:
+            self._write_admin_token()
         self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
                        asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
+        if self._together is not None:
+            self._together.start()
+            self._tasks.append(asyncio.create_task(self._together.watch_drains(), name="drains"))
+        if self._membership is None or self._membership.seat.accepts_at_once:
+            await self._accept(listeners)
+        else:
+            self._tasks.append(asyncio.create_task(self._accept_when_ready(listeners), name="accept"))
         if not self.config.workers:
             _log.warning("no_workers", reason="no worker is configured, so every request will be answered 503",
                          remedy="pass --worker http://HOST:PORT, once for each, or use `headstart up`")
@@ -96,11 +119,22 @@ class Gateway:
 
     async def drain(self, hurry: asyncio.Event, *, delay_s: float) -> None:
         """Stop being ready, keep accepting for `delay_s`, then finish what runs. `hurry` cuts every wait short."""
-        self._readiness.closing = True
+        self._readiness.closing = self._is_closing = True
         _log.info("gateway_draining", inflight=self._generate.num_inflight, drain_s=self.config.drain_s)
         await _wait_or_hurry(hurry, delay_s)
-        for site in self._sites:
-            await site.stop()
+        await self._finish(hurry)
+
+    async def retire(self, hurry: asyncio.Event) -> None:
+        """Leave the port to the process that has replaced this one, and finish what runs."""
+        self._is_closing = True
+        _log.info("process_retiring", inflight=self._generate.num_inflight, drain_s=self.config.drain_s)
+        await self._stop_accepting()
+        # Clients of kept connections are told to close them by their next answer, rather than cut while they ask.
+        await _wait_or_hurry(hurry, RETIRE_LINGER_S)
+        await self._finish(hurry)
+
+    async def _finish(self, hurry: asyncio.Event) -> None:
+        await self._stop_accepting()
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
         while self._generate.num_inflight and asyncio.get_running_loop().time() < deadline and not hurry.is_set():
             await _wait_or_hurry(hurry, IDLE_POLL_S)
@@ -112,6 +146,8 @@ class Gateway:
         for runner in self._runners:
             await runner.cleanup()
         await self._poll.aclose()
+        if self._together is not None:
+            await self._together.aclose()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -120,13 +156,14 @@ class Gateway:
         self._prompt_work.close()
 
     def _routes(self) -> tuple[Routes, Routes]:
-        config = self.config
+        config, together = self.config, self._together
         main, ops_only = (Routes(root_path=config.root_path, cors_origins=config.cors_origins) for _ in range(2))
-        main.is_closing = ops_only.is_closing = lambda: self._readiness.closing
+        main.is_closing = ops_only.is_closing = lambda: self._is_closing
         ClientRoutes(table=self.state.table, access=self.state.access, generate=self._generate,
                      prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
         ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token.value,
-                        request_drain=self._poll.request_drain)
+                        request_drain=self._poll.request_drain if together is None else together.drain,
+                        whole_metrics=None if together is None else together.whole_metrics)
         ops.add_probes(main)
         ops.add_probes(ops_only)
         ops.add_admin(main if config.ops_port is None else ops_only)
@@ -148,41 +185,73 @@ class Gateway:
         if path is not None:
             _log.info("admin_token_written", file=str(path))
 
-    async def _listen(self, routes: Routes, port: int) -> int:
+    def _listeners(self) -> list[list[socket.socket]]:
+        """The sockets of the main listener and, where there is one, of the operators'."""
+        membership = self._membership
+        if membership is not None:
+            slot = membership.seat.slot
+            return [group[slot] for group in (membership.listeners, membership.ops_listeners) if group]
+        try:
+            return [open_listeners(self.config.host, port)[0] for port in (self.config.port, self.config.ops_port)
+                    if port is not None]
+        except ListenError as error:
+            raise StartError(str(error), EXIT_USAGE) from error
+
+    async def _accept_when_ready(self, listeners: list[list[socket.socket]]) -> None:
+        """Clients have other processes meanwhile; these wait no longer than a first start would make them wait."""
+        for _ in range(math.ceil(self.config.sync_timeout_s / IDLE_POLL_S)):
+            if self._readiness.problem() is None:
+                break
+            await asyncio.sleep(IDLE_POLL_S)
+        await self._accept(listeners)
+
+    async def _accept(self, listeners: list[list[socket.socket]]) -> None:
+        for routes, sockets in zip(self._routes(), listeners, strict=False):
+            await self._listen(routes, sockets)
+        if self._membership is not None:
+            self._membership.now(RowState.SERVING)
+
+    async def _listen(self, routes: Routes, sockets: list[socket.socket]) -> None:
         limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
                                   self.config.chunk_gap_timeout_s)
         server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
         runner = web.ServerRunner(server, shutdown_timeout=STOP_GRACE_S)
         await runner.setup()
         self._runners.append(runner)
-        site = web.TCPSite(runner, self.config.host, port, backlog=1024)
-        try:
+        for each in sockets:
+            site = web.SockSite(runner, each, backlog=BACKLOG)
             await site.start()
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise StartError(f"cannot listen on {self.config.host}:{port} ({why}); "
-                             "choose another --host or --port, or stop what uses it", EXIT_USAGE) from error
-        self._sites.append(site)
-        return int(runner.addresses[0][1])
+            self._sites.append(site)
+
+    async def _stop_accepting(self) -> None:
+        while self._sites:
+            await self._sites.pop().stop()
+        if self._together is not None:
+            self._together.leaving()
 
 
-def run(config: GatewayConfig) -> int:
+def run(config: GatewayConfig, membership: Membership | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status (0 drained, 2 bad configuration or a port in use)."""
     configure_logging(config.log_format, config.log_level)
+    if membership is not None:
+        structlog.contextvars.bind_contextvars(process=membership.seat.slot)
     try:
-        return uvloop.run(_serve(config))
+        return uvloop.run(_serve(config, membership))
     except StartError as error:
         print(f"headstart gateway: {error}", file=sys.stderr)
         return error.exit_code
 
 
-async def _serve(config: GatewayConfig) -> int:
-    gateway, signals = Gateway(config), _Signals()
+async def _serve(config: GatewayConfig, membership: Membership | None) -> int:
+    gateway, signals = Gateway(config, membership), _Signals()
     try:
         await gateway.start()
-        if config.keys_file is not None:
+        if config.keys_file is not None or membership is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.state.access.reload)
         await signals.first.wait()
+        if signals.replaced:
+            await gateway.retire(signals.second)
+            return EXIT_OK
         # The delay is for load balancers to notice; a person at the terminal has noticed already.
         await gateway.drain(signals.second, delay_s=0.0 if signals.interrupted else config.drain_delay_s)
     finally:
@@ -191,17 +260,20 @@ async def _serve(config: GatewayConfig) -> int:
 
 
 class _Signals:
-    """The first SIGTERM or SIGINT drains; the second means now."""
+    """The first SIGTERM or SIGINT drains; the second means now. SIGUSR1: another process has taken over."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
-        self.interrupted = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self.interrupted = self.replaced = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             asyncio.get_running_loop().add_signal_handler(number, self._arrived, number)
 
     def _arrived(self, number: int) -> None:
         if self.first.is_set():
-            self.second.set()
+            if number != signal.SIGUSR1:
+                self.second.set()
+            return
+        self.replaced = number == signal.SIGUSR1
         self.interrupted = self.interrupted or number == signal.SIGINT
         self.first.set()
 

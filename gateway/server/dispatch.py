@@ -23,11 +23,16 @@ from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
+from gateway.server.breakers import Breakers
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
+from gateway.shared.notes import Notes, SharedBet
 from worker.protocol.block_hash import HashScheme
 
 KV_CACHE_FULL = "full"
+# A shorter new tail is not worth a word to the gateway's other processes.
+TOLD_BET_MIN_BLOCKS = 4
+OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
 
@@ -58,8 +63,11 @@ class Placement:
 
     def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
                  withdraw: Callable[[], None], upstream_request: UpstreamRequest,
-                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool]) -> None:
+                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool],
+                 breakers: Breakers) -> None:
         self.endpoint = endpoint
+        self._breakers = breakers
+        self._pass = breakers.begin(endpoint)
         self.decision = decision
         self._booking = booking
         self._withdraw = withdraw
@@ -85,12 +93,23 @@ class Placement:
     def first_byte(self) -> None:
         """The prompt has been computed."""
         self._booking.prefill_done()
+        self._pass.answered()
+
+    def succeeded(self) -> None:
+        """The worker answered to the end."""
+        self._pass.succeeded()
+
+    def failed(self, reason: str) -> None:
+        """The worker did not answer, or not to the end. What it computed may be in its cache or not."""
+        self._breakers.failed(self.endpoint, self._pass, reason)
+        self.abandon()
 
     def release(self) -> None:
         """The request has ended; what it left in the worker's cache is for the events to tell."""
         if self._prefill_timer is not None:
             self._prefill_timer.cancel()
         self._booking.release()
+        self._pass.left()
 
     def abandon(self) -> None:
         """The worker did not take it: nothing of it will be in that cache."""
@@ -102,7 +121,8 @@ class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, approximate_ttl_s: float, max_inflight: int) -> None:
+                 speculative_ttl_s: float, approximate_ttl_s: float, max_inflight: int, breakers: Breakers,
+                 notes: Notes | None = None) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
@@ -110,7 +130,11 @@ class Dispatcher:
         self._speculative_ttl_s = speculative_ttl_s
         self._approximate_ttl_s = approximate_ttl_s
         self._max_inflight = max_inflight
+        self._breakers = breakers
         self._turns = itertools.count()
+        self._notes = notes
+        if notes is not None:
+            notes.on_bet = self._bet_was_placed
 
     def schemes(self, model: str) -> list[HashScheme]:
         """The hash schemes in use for this model: usually one."""
@@ -131,18 +155,19 @@ class Dispatcher:
             matches |= self._index.match(hashes, time.monotonic())
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
+        # When nobody serves, the policy is shown the others too and says why none of them can.
+        endpoints = self._table.serving(prompt.model) or self._table.joined(prompt.model)
         given = PickInput(
-            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in
-                       # When nobody serves, the policy is shown the others too and says why none of them can.
-                       self._table.serving(prompt.model) or self._table.joined(prompt.model)],
+            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
-            loads=loads, model=prompt.model, excluded=excluded | self._full(loads),
+            loads=loads, model=prompt.model, 
+            excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
             context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
             random_ratio=random.random(), turn=next(self._turns))
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
-            decision = self._policy(replace(given, excluded=excluded))  # a full worker is better than none
+            decision = self._policy(replace(given, excluded=excluded))  # a full or doubtful one is better than none
         if record is not None:
             record.stages["match"] = matched_at - began_at
             record.stages["pick"] = time.perf_counter() - matched_at
@@ -152,6 +177,11 @@ class Dispatcher:
         """Until the best worker would send the first byte; None when none can take it."""
         decision = self.decide(prompt, frozenset())
         return None if isinstance(decision, NoEndpoint) else _expected_prefill_s(decision)
+
+    def is_overbooked(self, placement: Placement) -> bool:
+        """Whether another process of this gateway booked the worker's last place in the same moment."""
+        return (self._notes is not None
+                and self._ledger.load(placement.endpoint_id).num_inflight > self._max_inflight)
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight
@@ -174,7 +204,7 @@ class Dispatcher:
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
             prefill_s, booking.prefill_done)
         return Placement(endpoint, decision, booking, upstream_request=upstream_request, prefill_timer=timer,
-                         is_replaceable=lambda: bool(self._table.serving(prompt.model)),
+                         is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers,
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:
@@ -185,13 +215,22 @@ class Dispatcher:
         hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
-        now = time.monotonic()
-        if endpoint.knowledge is Knowledge.APPROXIMATE:
-            # No event will tell: what we sent there lately is what we know, as far as its cache reaches.
-            return self._index.speculate(endpoint.endpoint_id, hashes, now + prefill_s + self._approximate_ttl_s,
-                                         blocks_max=report.blocks.total or APPROXIMATE_BLOCKS_MAX)
-        # The time to live bridges the lag of events, which begins when the blocks have been computed.
-        return self._index.speculate(endpoint.endpoint_id, hashes, now + prefill_s + self._speculative_ttl_s)
+        # The time to live bridges the lag of events, which begins when the blocks have been computed. Without events,
+        # what we sent there lately is all that we know.
+        has_events = endpoint.knowledge is Knowledge.EXACT
+        ttl_s = self._speculative_ttl_s if has_events else self._approximate_ttl_s
+        expires_at = time.monotonic() + prefill_s + ttl_s
+        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at, blocks_max=_history_blocks_max(endpoint))
+        if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
+            self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
+        return bet
+
+    def _bet_was_placed(self, bet: SharedBet) -> None:
+        """By another process of this gateway: a burst of siblings goes together, whichever processes it meets."""
+        endpoint = self._table.get(bet.endpoint_id)
+        if endpoint is not None and endpoint.epoch == bet.epoch and endpoint.knowledge is not Knowledge.NONE:
+            self._index.speculate(bet.endpoint_id, bet.hashes, bet.expires_at,
+                                  blocks_max=_history_blocks_max(endpoint))
 
     def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
         """The decision for POST /admin/explain, with every candidate's cost."""
@@ -218,14 +257,18 @@ class Choosing:
         """The next worker, booked. ApiError 503 when none could be chosen in the first place."""
         if last is not None and self._record.worker_id is not None:
             self._suspect(self._record.worker_id)
-        decision = self._dispatcher.decide(self._prompt, excluded, self._record)
-        if isinstance(decision, NoEndpoint):
-            if last is None:
-                raise errors.no_worker(f"No worker can take this request now: {decision.message}.")
-            return None
+        for attempt in range(OVERBOOKED_RETRIES_MAX + 1):
+            decision = self._dispatcher.decide(self._prompt, excluded, self._record)
+            if isinstance(decision, NoEndpoint):
+                if last is None:
+                    raise errors.no_worker(f"No worker can take this request now: {decision.message}.")
+                return None
+            placement = self._dispatcher.book(self._prompt, decision, self._address)
+            if attempt == OVERBOOKED_RETRIES_MAX or not self._dispatcher.is_overbooked(placement):
+                break
+            placement.abandon()
         if last is not None:
             self._record.retries.append(last.reason)
-        placement = self._dispatcher.book(self._prompt, decision, self._address)
         self._note(placement)
         return placement
 
@@ -253,3 +296,10 @@ def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     if not worker_token or endpoint.token_refused:
         return True
     return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+
+
+def _history_blocks_max(endpoint: Endpoint) -> int | None:
+    """How much of our own history counts as cached there; None where events tell."""
+    if endpoint.knowledge is Knowledge.EXACT or endpoint.report is None:
+        return None
+    return endpoint.report.blocks.total or APPROXIMATE_BLOCKS_MAX

@@ -32,7 +32,7 @@ from gateway.relay.relay import (
     relay_bytes,
     relay_rest,
 )
-from gateway.relay.retry import Attempt, AttemptFailed, FirstAnswer, Refusal, Walk, answer_from_any
+from gateway.relay.retry import DEADLINE, TIMEOUT, Attempt, AttemptFailed, FirstAnswer, Refusal, Walk, answer_from_any
 from gateway.relay.sse import body_usage
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
@@ -205,10 +205,12 @@ class Generate:
             while True:
                 attempt, answer = await answer_from_any(
                     self._upstream, choosing, max_retries=self._config.max_retries, walk=walk,
-                    timeout_s=answering.first_byte_timeout_s)
+                    timeout_s=answering.first_byte_timeout_s, timeout_reason=TIMEOUT if
+                    answering.first_byte_timeout_s >= self._config.first_byte_timeout_s else DEADLINE)
                 try:
                     return await self._from_one(request, intake, answering, _Taken(_placement(attempt), answer))
                 except AttemptFailed as failure:  # it broke off, and the client has seen nothing of it
+                    attempt.failed(failure.reason)
                     walk.failed(attempt.endpoint_id, failure)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
@@ -304,7 +306,7 @@ class Generate:
         headers = {"Content-Type": content_type, **answering.headers, **self._routing_headers(taken.placement)}
         if response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, intake, replace(answering, headers=headers), taken)
-        return await self._whole(request, taken.answer, record, headers)
+        return await self._whole(request, taken, record, headers)
 
     async def _stream(self, request: BaseRequest, intake: Intake, answering: Answering,
                       taken: _Taken) -> web.StreamResponse:
@@ -316,8 +318,10 @@ class Generate:
         may_move = answering.may_move and transcript is not None
         watch = Watch(lambda: self._is_stopping, placement.is_lost if may_move else lambda: False)
         end = await pass_stream(answer, write, self._limits, watch, transcript=transcript)
+        if end.failure is None:
+            placement.succeeded()
         if end.can_move:
-            placement.release()
+            placement.failed("lost")
             end = await self._migrator.go_on(Broken(
                 intake.routed, transcript if may_move else None, end, placement.endpoint_id, scheme,
                 answering.record, lambda endpoint, prompts, resume: self._upstream_request(
@@ -328,10 +332,13 @@ class Generate:
         await response.write_eof()
         return response
 
-    async def _whole(self, request: BaseRequest, answer: FirstAnswer, record: RequestRecord,
+    async def _whole(self, request: BaseRequest, taken: _Taken, record: RequestRecord,
                      headers: Mapping[str, str]) -> web.StreamResponse:
+        answer, placement = taken.answer, taken.placement
         body, is_complete = await read_whole(answer, self._limits)
         record.outcome = "ok" if answer.response.status < 400 else "client_error"
+        if answer.response.status < 400:
+            placement.succeeded()
         if is_complete:
             if answer.response.status == 200:
                 record.reported(body_usage(body))

@@ -8,9 +8,12 @@ Must never: take a label from a request that the configuration or the workers do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -22,7 +25,9 @@ from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.request_record import RequestRecord
 
+T = TypeVar("T")
 OTHER = "other"
+READ_RETRIES_MAX = 3
 LOOP_LAG_INTERVAL_S = 0.5
 _LATENCY_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STAGE_BUCKETS = (.00001, .00003, .0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3)
@@ -35,7 +40,8 @@ class GatewayMetrics:
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
         self._table = table
         registry = self._registry = CollectorRegistry()
-        registry.register(_StateCollector(table, index, ledger))
+        self._state = _StateCollector(table, index, ledger)
+        registry.register(self._state)
         self._requests = Counter("headstart_requests", "Requests answered.", ["route", "model", "code"],
                                  registry=registry)
         self._ttft = Histogram("headstart_time_to_first_token_seconds", "Request to first body byte.",
@@ -52,7 +58,11 @@ class GatewayMetrics:
                                       ["model", "source"], registry=registry)
         self._hit_error = Histogram("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
                                     ["direction"], buckets=_TOKEN_BUCKETS, registry=registry)
-        self._session_cached = self._session_cacheable = 0
+        self._session_cached = Counter("headstart_session_cached_tokens", "Of those cacheable, found.",
+                                       registry=registry)
+        self._session_cacheable = Counter("headstart_session_cacheable_tokens",
+                                          "Known prefix tokens of requests that continue one.", registry=registry)
+        self._session_sums = [0, 0]
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
               registry=registry).set_function(self._session_hit_ratio)
         self._decisions = Counter("headstart_decisions", "Where requests went, and why.", ["worker", "reason"],
@@ -83,9 +93,27 @@ class GatewayMetrics:
         """Where to read how many requests wait for a worker."""
         self._queue_depth.set_function(num_waiting)
 
+    def watch_breakers(self, states: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        """Where to read the workers' breakers."""
+        self._state.breaker_states = states
+
     def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
+        """The exposition text. Any thread may ask."""
+        return self._unchanged(lambda: generate_latest(self._registry))
+
+    def snapshot(self) -> bytes:
+        """Every series as JSON, for the sum over several processes. Any thread may ask."""
+        return orjson.dumps(self._unchanged(lambda: [
+            [family.name, family.type, family.documentation,
+             [[sample.name, sample.labels, sample.value] for sample in family.samples]]
+            for family in self._registry.collect()]))
+
+    def _unchanged(self, read: Callable[[], T]) -> T:
+        """The event loop may change a table under another thread's eyes: that one looks again."""
+        for _ in range(READ_RETRIES_MAX):
+            with contextlib.suppress(RuntimeError):
+                return read()
+        return read()
 
     def observe(self, record: RequestRecord, duration_s: float) -> None:
         """Count one finished request."""
@@ -116,14 +144,18 @@ class GatewayMetrics:
         self._cached_tokens.labels(model, "predicted").inc(record.matched_tokens or 0)
         self._cached_tokens.labels(model, "reported").inc(record.cached_tokens or 0)
         if record.cacheable_tokens and record.cached_tokens is not None:
-            self._session_cacheable += record.cacheable_tokens
-            self._session_cached += min(record.cached_tokens, record.cacheable_tokens)
+            found = min(record.cached_tokens, record.cacheable_tokens)
+            self._session_sums[0] += found
+            self._session_sums[1] += record.cacheable_tokens
+            self._session_cached.inc(found)
+            self._session_cacheable.inc(record.cacheable_tokens)
         error = record.hit_error_tokens()
         if error is not None and error != 0:
             self._hit_error.labels("over" if error > 0 else "under").observe(abs(error))
 
     def _session_hit_ratio(self) -> float:
-        return self._session_cached / self._session_cacheable if self._session_cacheable else math.nan
+        cached, cacheable = self._session_sums
+        return cached / cacheable if cacheable else math.nan
 
     def model_label(self, model: str | None) -> str:
         """The model's name if a worker serves it, else `other`: clients cannot make series."""
@@ -141,6 +173,7 @@ class _StateCollector(Collector):
         self._table = table
         self._index = index
         self._ledger = ledger
+        self.breaker_states: Callable[[], Iterable[tuple[str, int]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("headstart_index_blocks", "Blocks in the prefix index.",
@@ -148,6 +181,7 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily("headstart_index_bytes", "Memory of the prefix index.",
                                 value=self._index.memory_bytes())
         yield self._knowledge()
+        yield self._breakers()
         yield self._gauge("headstart_inflight", "Requests under way.",
                           lambda e: self._ledger.load(e.endpoint_id).num_inflight)
         yield self._gauge("headstart_index_lag_seconds", "Age of the last event when it was applied.",
@@ -170,6 +204,12 @@ class _StateCollector(Collector):
         for endpoint in self._table:
             for level in Knowledge:
                 family.add_metric([endpoint.endpoint_id, level.value], float(endpoint.knowledge is level))
+        return family
+
+    def _breakers(self) -> Metric:
+        family = GaugeMetricFamily("headstart_breaker_state", "0 closed, 1 half open, 2 open.", labels=["worker"])
+        for worker_id, state in self.breaker_states():
+            family.add_metric([worker_id], float(state))
         return family
 
     def _gauge(self, name: str, text: str, value: Callable[[Endpoint], float]) -> Metric:

@@ -239,7 +239,10 @@ class _Journey:
             try:
                 placement.first_byte()
                 await self._follow(answer, placement)
+                if self._is_finished(choice):
+                    placement.succeeded()
             except UpstreamFailure as again:
+                placement.failed("lost")
                 error = mid_stream_error(again)
             finally:
                 answer.response.close()

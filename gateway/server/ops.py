@@ -25,7 +25,7 @@ from worker.protocol.api_error import ApiError
 
 WORKERS_PREFIX = "/admin/workers/"
 DRAIN_SUFFIX = "/drain"
-_METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Readiness:
@@ -55,10 +55,12 @@ class Readiness:
 
 
 class OpsRoutes:
-    """Adds its routes to a table. `request_drain` hands an operator's wish to the keeper of the endpoint table."""
+    """Adds its routes to a table. `request_drain` hands an operator's wish to the keeper of the endpoint table;
+    `whole_metrics` gives those of all processes, where there are several."""
 
     def __init__(self, state: GatewayState, generate: Generate, *, readiness: Readiness, admin_token: str,
-                 request_drain: Callable[[str], Awaitable[None]]) -> None:
+                 request_drain: Callable[[str], Awaitable[None]],
+                 whole_metrics: Callable[[], Awaitable[bytes]] | None = None) -> None:
         self._table = state.table
         self._index = state.index
         self._ledger = state.ledger
@@ -70,6 +72,7 @@ class OpsRoutes:
         self._generate = generate
         self._admin_token = admin_token.encode()
         self._request_drain = request_drain
+        self._whole_metrics = whole_metrics
 
     def add_probes(self, routes: Routes) -> None:
         """/livez and /readyz: on every listener."""
@@ -95,7 +98,8 @@ class OpsRoutes:
         return json_response({"status": problem or "ok"}, status=503 if problem else 200)
 
     async def _render_metrics(self, request: BaseRequest) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": _METRICS_CONTENT_TYPE})
+        body = self._metrics.render() if self._whole_metrics is None else await self._whole_metrics()
+        return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
     async def _workers(self, request: BaseRequest) -> web.Response:
         self._authorise(request)

@@ -63,8 +63,7 @@ class SchedulerPair:
     def step(self, *, aborting: Tokens[int] = (), num_failing: int = 0, too_large: bool = False) -> StepPlan | None:
         """Schedule, compute, abort `aborting` meanwhile, commit.
 
-        With `num_failing` the runner dies half-way, and the first so many sequences of the plan are to blame; with
-        `too_large` it runs out of memory half-way, and nobody is.
+        The first `num_failing` shares fail half-way. With `too_large` the whole step does, for want of memory.
         """
         self.within_a_step = True
         plan = self._step(aborting, num_failing, too_large)
@@ -80,21 +79,20 @@ class SchedulerPair:
         self._check_shares(plan)
         truth = {share.seq_id: prefix_digests(self._tokens[share.seq_id], self.live[share.seq_id].extra_keys)
                  for share in plan.sequences}
-        result = None if num_failing or too_large else self.runner.execute(plan, truth)
+        computed = replace(plan, sequences=plan.sequences[num_failing:])
+        result = None if too_large else self.runner.execute(computed, truth)
         assert plan == self.naive.schedule()
         for seq_id in aborting:
             self.abort(seq_id)
-        if too_large:
+        if result is None:
             self.runner.break_down(plan)
             updates = self.real.shrink_step(plan)
             assert updates == self.naive.shrink_step(plan)
             assert all(update.finish_reason is FinishReason.ABORT for update in updates)
-        elif result is None:
-            self.runner.break_down(plan)
-            to_blame = replace(plan, sequences=plan.sequences[:num_failing])
-            updates = self.real.fail_step(to_blame)
-            assert updates == self.naive.fail_step(to_blame)
         else:
+            failing = replace(plan, sequences=plan.sequences[:num_failing])
+            self.runner.break_down(failing)
+            result = replace(result, failed=frozenset(share.seq_id for share in failing.sequences))
             updates = self.real.commit(result)
             assert updates == self.naive.commit(result)
         for update in updates:

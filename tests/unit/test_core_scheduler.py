@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.core_builders import (
@@ -18,6 +16,7 @@ from tests.support.core_builders import (
 )
 from worker.core.batch import FinishReason, SampledToken, SequenceUpdate, StepResult, TokenLogprobs
 from worker.core.scheduler import KvCacheMode
+from worker.core.step_limits import RECOVERY_STEPS
 from worker.protocol.cache_events import AllBlocksCleared, BlockStored
 
 
@@ -257,28 +256,67 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     assert plan is not None
     assert list(shares(plan)) == [0, 1]
     scheduler.abort(1)
-    assert scheduler.fail_step(plan) == [SequenceUpdate(0, finish_reason=FinishReason.ERROR),
-                                         SequenceUpdate(1, finish_reason=FinishReason.ABORT)]
+    assert scheduler.commit(StepResult(plan.step_id, failed=frozenset({0, 1}))) == [
+        SequenceUpdate(0, finish_reason=FinishReason.ERROR), SequenceUpdate(1, finish_reason=FinishReason.ABORT)]
     scheduler.check_invariants()
     assert scheduler.pool.num_sealed == sealed_before
     assert scheduler.pool.num_referenced == 0
-    assert (scheduler.counters.failed_steps, scheduler.counters.computed_positions) == (1, 32)
+    assert (scheduler.counters.failed_shares, scheduler.counters.computed_positions) == (2, 32)
     assert scheduler.pool.matchable(contents([*range(100, 140)])).block_ids == ()
     drive(scheduler)
     assert scheduler.counters.steps > 1
 
 
-def test_a_failure_with_a_culprit_costs_the_others_one_step() -> None:
+def test_a_failure_with_a_culprit_costs_the_others_nothing() -> None:
     scheduler = make_scheduler(20)
     for seq_id in range(3):
         scheduler.submit(make_sequence(seq_id, range(seq_id * 100, seq_id * 100 + 20), 5))
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.abort(2)
-    assert scheduler.fail_step(replace(plan, sequences=plan.sequences[:1])) == [
-        SequenceUpdate(0, finish_reason=FinishReason.ERROR), SequenceUpdate(2, finish_reason=FinishReason.ABORT)]
+    said = {1: SampledToken(SAID), 2: SampledToken(SAID)}
+    assert scheduler.commit(StepResult(plan.step_id, said, failed=frozenset({0}))) == [
+        SequenceUpdate(0, finish_reason=FinishReason.ERROR),
+        SequenceUpdate(1, token_ids=(SAID,), cached_tokens=0),
+        SequenceUpdate(2, finish_reason=FinishReason.ABORT)]
     scheduler.check_invariants()
-    assert shares(step(scheduler)) == {1: (0, 20)}
+    assert shares(step(scheduler)) == {1: (20, 1)}
+    drive(scheduler)
+
+
+def test_a_step_that_does_not_fit_into_memory_is_planned_anew_at_half_its_size() -> None:
+    scheduler = make_scheduler(40, max_batch_tokens=64)
+    for seq_id in range(4):
+        scheduler.submit(make_sequence(seq_id, range(seq_id * 100, seq_id * 100 + 16), 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert list(shares(plan)) == [0, 1, 2, 3]
+    scheduler.abort(1)
+    assert scheduler.shrink_step(plan) == [SequenceUpdate(1, finish_reason=FinishReason.ABORT)]
+    scheduler.check_invariants()
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1), "half of four may run; the last one waits"
+    assert scheduler.pool.num_sealed == 0
+    again = step(scheduler)
+    assert shares(again) == {0: (0, 16), 2: (0, 16)}
+    assert [(preemption.seq_id, preemption.for_seq_id) for preemption in again.preemptions] == [(3, 0)]
+    drive(scheduler)
+    assert scheduler.counters.shrunk_steps == 1
+
+
+def test_a_step_that_never_fits_shrinks_to_one_position_and_grows_again() -> None:
+    scheduler = make_scheduler(40, max_batch_tokens=64)
+    scheduler.submit(make_sequence(0, range(200), 400))
+    sizes = []
+    while not sizes or sizes[-1] > 1:
+        plan = scheduler.schedule()
+        assert plan is not None
+        sizes.append(plan.num_tokens)
+        scheduler.shrink_step(plan)
+    assert sizes == [64, 32, 16, 8, 4, 2, 1]
+    assert scheduler.num_running == 1, "the only one is not preempted for itself"
+    assert max(step(scheduler).num_tokens for _ in range(RECOVERY_STEPS)) == 1
+    assert max(step(scheduler).num_tokens for _ in range(RECOVERY_STEPS)) == 2
+    assert max(step(scheduler).num_tokens for _ in range(RECOVERY_STEPS)) == 4
     drive(scheduler)
 
 
@@ -293,7 +331,7 @@ def test_one_step_is_in_flight_at_a_time() -> None:
         scheduler.commit(StepResult(plan.step_id + 1))
     finish(scheduler, plan)
     with pytest.raises(AssertionError, match="no step"):
-        scheduler.fail_step(plan)
+        scheduler.shrink_step(plan)
 
 
 def test_two_thousand_requests_return_to_the_baseline() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.core_builders import drive, finish, make_scheduler, make_sequence, shares, step
 from worker.core import block_content
+from worker.core.batch import StepResult
 from worker.core.twins import MAX_LEADERS
 from worker.protocol.block_hash import ChainHasher, ExtraKey, ExtraKeyKind
 
@@ -103,7 +104,7 @@ def test_when_the_leader_leaves_a_twin_goes_ahead_behind_what_is_there(leader_le
         assert plan is not None
         scheduler.abort(0)
         if leader_leaves == "failed":
-            scheduler.fail_step(plan)
+            scheduler.commit(StepResult(plan.step_id, failed=frozenset(shares(plan))))
         else:
             finish(scheduler, plan)
     start = {"aborted": 32, "aborted in flight": 80, "failed": 32}[leader_leaves]
@@ -142,7 +143,7 @@ def test_nobody_follows_one_failing_leader_after_another_for_ever() -> None:
         plan = scheduler.schedule()
         assert plan is not None
         assert list(shares(plan)) == [seq_id]
-        scheduler.fail_step(plan)
+        scheduler.commit(StepResult(plan.step_id, failed=frozenset(shares(plan))))
     scheduler.submit(make_sequence(99, range(64)))
     assert list(shares(step(scheduler))) == [99, 0]
     drive(scheduler)

@@ -73,10 +73,14 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the runner found: one SampledToken for each share with `samples`, by sequence id."""
+    """What the runner found: one SampledToken for each share with `samples`, by sequence id.
+
+    `failed` could not be computed, each through a fault of its own: they have no token, and their K/V no worth.
+    """
 
     step_id: int
     sampled: dict[int, SampledToken] = field(default_factory=dict)
+    failed: frozenset[int] = frozenset()
 
 
 class FinishReason(StrEnum):

@@ -13,7 +13,7 @@ a more urgent sequence is admitted before a less urgent one's prefill goes on.
 - Whoever needs what a more urgent one is computing follows it: before admission in the waiting room, afterwards by
   leaving it the block and taking it over when it is sealed.
 - Nothing is sealed before commit() says that it was computed. So a failed step leaves no trace in the cache.
-- One step is in flight from schedule() to commit() or fail_step(); who takes part in it keeps its blocks until then.
+- One step is in flight from schedule() to commit() or shrink_step(); who takes part keeps its blocks until then.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Scheduler:
         """End a sequence wherever it is; its blocks are free by the end of the running step.
 
         The update when it ended at once. None when it is unknown or has ended, or when it is part of the step in
-        flight: then commit() or fail_step() returns its update.
+        flight: then commit() or shrink_step() returns its update.
         """
         sequence = self._running.get(seq_id)
         if sequence is None:
@@ -127,43 +127,33 @@ class Scheduler:
         return self._in_flight
 
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
-        """The step was computed: seal what is complete, append the sampled tokens, end what is done."""
+        """The step was computed: seal what is complete, append the sampled tokens, end what is done.
+
+        Who failed ends with "error" ("abort" if it was aborted meanwhile) and is not tried again: it would fail every
+        step to come. Nothing its share may have half written is published; what earlier steps sealed was never
+        written to.
+        """
         plan = self._land(result.step_id)
         self.counters.steps += 1
+        self.counters.failed_shares += len(result.failed)
         self._limits.fitted()
         updates = []
         for share in plan.sequences:
             sequence = self._running[share.seq_id]
-            self._advance(sequence, share)
-            if sequence.seq_id in self._aborting:
-                updates.append(self._end(sequence, FinishReason.ABORT))
+            failed, aborted = share.seq_id in result.failed, share.seq_id in self._aborting
+            if not failed:
+                self._advance(sequence, share)
+            if failed or aborted:
+                updates.append(self._end(sequence, FinishReason.ABORT if aborted else FinishReason.ERROR))
             elif share.samples:
                 updates.append(self._take_token(sequence, result.sampled[share.seq_id]))
-        return updates
-
-    def fail_step(self, plan: StepPlan) -> list[SequenceUpdate]:
-        """The runner raised. Every sequence of `plan` ends with "error" ("abort" if it was aborted meanwhile).
-
-        They are not retried: one of them may be the cause, and would fail every step to come. A caller that knows
-        whose fault it was passes the plan narrowed to those: the others only lose this step and compute it again.
-        Nothing the step may have half written is published; what earlier steps sealed was never written to.
-        """
-        planned = self._land(plan.step_id)
-        self.counters.failed_steps += 1
-        failed = {share.seq_id for share in plan.sequences}
-        updates = []
-        for share in planned.sequences:
-            if share.seq_id in self._aborting:
-                updates.append(self._end(self._running[share.seq_id], FinishReason.ABORT))
-            elif share.seq_id in failed:
-                updates.append(self._end(self._running[share.seq_id], FinishReason.ERROR))
         return updates
 
     def shrink_step(self, plan: StepPlan) -> list[SequenceUpdate]:
         """The step did not fit into memory: it is planned anew, at half its size, and nobody ends for it (but who was
         aborted meanwhile). The least urgent sequences are preempted; larger steps come back by and by."""
         planned = self._land(plan.step_id)
-        self.counters.failed_steps += 1
+        self.counters.shrunk_steps += 1
         aborted = [share.seq_id for share in planned.sequences if share.seq_id in self._aborting]
         updates = [self._end(self._running[seq_id], FinishReason.ABORT) for seq_id in aborted]
         self._limits.shrink(num_tokens=planned.num_tokens, num_sequences=len(planned.sequences))

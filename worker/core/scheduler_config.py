@@ -92,11 +92,12 @@ class SchedulerCounters:
 
     A prompt's tokens count as queried once, at its first admission, and `hit_tokens` of them were found cached.
     `recomputed_preempted_tokens` are positions computed again because of a preemption. `computed_positions` counts
-    every position of every committed step.
+    every position of every committed step. `shrunk_steps` did not fit into memory and were planned anew.
     """
 
     steps: int = 0
-    failed_steps: int = 0
+    failed_shares: int = 0
+    shrunk_steps: int = 0
     computed_positions: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0

@@ -6,6 +6,7 @@ the engine joins them, measures, and decides what becomes of a step that raised.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -29,12 +30,17 @@ from worker.engine.messages import (
     SubmitSequence,
 )
 from worker.engine.startup import EngineParts, start_up
-from worker.engine.step_execution import Execution, Runner, execute
+from worker.engine.step_execution import Execution, Runner, execute, failed_outcome, probe
 from worker.engine.timings import EngineRates, SequenceTimings, StepTiming
 
-FAILED_STEPS_MAX = 5    # steps in a row in which nothing could be computed, after which the engine is broken
+# Steps in a row in which nothing could be computed, after which the engine asks itself whether it still can.
+FAILED_STEPS_MAX = 5
+# A step that does not fit into memory is tried again at half its size, down to so many positions of one sequence.
+IRREDUCIBLE_TOKENS = 16
+DOES_NOT_FIT = "The engine has no memory left to compute this request, not even a small part at a time ({})."
 
 Clock = Callable[[], float]
+logger = logging.getLogger("headstart.engine")
 
 
 class Engine:
@@ -82,7 +88,11 @@ class Engine:
     def apply(self, command: Command) -> None:
         match command:
             case SubmitSequence():
-                self.submit(command)
+                try:
+                    self.submit(command)
+                except Exception as trouble:    # a request nobody foresaw must not end everybody's
+                    logger.exception("request %s could not be taken", command.request_id)
+                    self._refuse(command, repr(trouble))
             case AbortRequest():
                 self.abort(command)
             case ResetCache():
@@ -165,47 +175,57 @@ class Engine:
         execution = execute(self.runner, plan, rows)
         ended_at = self._clock()
         timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
-        self._account(plan, timing, decode_rows)
-        outputs = [self._output(update, ended_at, execution.errors.get(update.seq_id))
-                   for update in self._commit(plan, execution)]
+        for share in plan.sequences:
+            self._live[share.seq_id].worked(share, timing)
+        if not execution.outcome.errors and execution.out_of_memory is None:
+            self._observe_rates(plan, timing, decode_rows)
+        updates, errors = self._commit(plan, execution)
+        outputs = [self._output(update, ended_at, errors.get(update.seq_id)) for update in updates]
         return StepReport(
             outputs=pending + outputs, events=self.scheduler.take_events(), preemptions=preemptions,
             evicted_blocks=plan.num_blocks_evicted, evicted_for=evicted_for, stats=self._stats(),
             step_s=self._clock() - started_at, step_kind=_step_kind(decode_rows, len(plan.sequences)),
             batch_size=len(plan.sequences))
 
-    def _commit(self, plan: StepPlan, execution: Execution) -> list[SequenceUpdate]:
-        """Take the step in, or end those who failed in it: the others then compute their share in the next step."""
-        failed = tuple(share for share in plan.sequences if share.seq_id in execution.errors)
-        self._failed_steps = self._failed_steps + 1 if len(failed) == len(plan.sequences) else 0
-        if not failed:
-            return self.scheduler.commit(execution.outcome.result)
-        if self._failed_steps >= FAILED_STEPS_MAX:
-            reason = execution.errors[failed[0].seq_id]
+    def _commit(self, plan: StepPlan, execution: Execution) -> tuple[list[SequenceUpdate], dict[int, str]]:
+        """Take the step in: tokens of those who have some, the end of those who failed (and why), or all of it again
+        but smaller."""
+        outcome = execution.outcome
+        if execution.out_of_memory is not None:
+            if plan.num_tokens > IRREDUCIBLE_TOKENS or len(plan.sequences) > 1:
+                return self.scheduler.shrink_step(plan), {}
+            outcome = failed_outcome(plan, {plan.sequences[0].seq_id: DOES_NOT_FIT.format(execution.out_of_memory)})
+        self._failed_steps = self._failed_steps + 1 if len(outcome.errors) == len(plan.sequences) else 0
+        if self._failed_steps >= FAILED_STEPS_MAX and (reason := probe(self.runner)) is not None:
             self.broken = f"{self._failed_steps} steps in a row failed; restart the worker. Last: {reason}"
-        return self.scheduler.fail_step(replace(plan, sequences=failed))
+        return self.scheduler.commit(outcome.result), outcome.errors
 
-    def _account(self, plan: StepPlan, timing: StepTiming, decode_rows: int) -> None:
-        prefill_tokens = 0
-        for share in plan.sequences:
-            live = self._live[share.seq_id]
-            live.worked(share, timing)
-            prefill_tokens += 0 if live.is_decode(share) else len(share.token_ids)
+    def _observe_rates(self, plan: StepPlan, timing: StepTiming, decode_rows: int) -> None:
+        prefill_tokens = sum(len(share.token_ids) for share in plan.sequences
+                             if not self._live[share.seq_id].is_decode(share))
         self._rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows,
                             step_s=timing.forward_s + timing.sample_s)
 
     def _note_preemptions(self, plan: StepPlan) -> list[PreemptionNote]:
-        for preemption in plan.preemptions:
+        # One preempted for want of memory, after the last step, may have been aborted since.
+        preemptions = [preemption for preemption in plan.preemptions
+                       if preemption.seq_id in self._live and preemption.for_seq_id in self._live]
+        for preemption in preemptions:
             self._live[preemption.seq_id].preempted(preemption)
         return [PreemptionNote(self._request_id(preemption.seq_id), self._request_id(preemption.for_seq_id),
                                preemption.num_blocks_freed, preemption.num_tokens_lost)
-                for preemption in plan.preemptions]
+                for preemption in preemptions]
 
     def _output(self, update: SequenceUpdate, at: float, error: str | None = None) -> SequenceOutput:
         live = self._live[update.seq_id]
-        output = live.output(update, at=at, error=error)
-        if output.finish_reason is None and live.matcher is not None and live.matcher.error is not None:
-            output = self._give_up(live, live.matcher, output)
+        try:
+            output = live.output(update, at=at, error=error)
+            if output.finish_reason is None and live.matcher is not None and live.matcher.error is not None:
+                output = self._give_up(live, live.matcher, output)
+        except Exception as trouble:    # its grammar or account: nothing its batch-mates should pay for
+            logger.exception("request %s: its output could not be taken", live.command.request_id)
+            self.scheduler.abort(update.seq_id)
+            output = live.failed(f"The engine could not take this request's output: {trouble!r}")
         if output.finish_reason is not None:
             del self._live[update.seq_id]
             del self._seq_ids[live.command.request_id, live.command.choice]
@@ -233,6 +253,7 @@ class Engine:
             hit_tokens_total=counters.hit_tokens, evictions_total=pool.num_evictions,
             preemptions_total=counters.preemptions, recomputed_preempted_total=counters.recomputed_preempted_tokens,
             recomputed_evicted_total=pool.num_recomputed_evicted_tokens, steps_total=counters.steps,
+            shrunk_steps_total=counters.shrunk_steps,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s, decode_step_s=self._rates.decode_step_s)
 
 

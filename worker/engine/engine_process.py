@@ -70,7 +70,10 @@ class CommandInbox:
         try:
             while True:
                 command = self._connection.recv()
-                self.prepare(command)
+                try:
+                    self.prepare(command)
+                except Exception:       # the engine will meet it again, and refuse this one command
+                    logger.exception("a command could not be prepared")
                 self._queue.put(command)
         except (EOFError, OSError):
             os._exit(EXIT_OK)           # the shell is gone, and with it everybody who wanted an answer

@@ -65,6 +65,11 @@ class LiveSequence:
             finish_reason=None if reason is None else str(reason), error=error,
             stats=None if reason is None else self.account())
 
+    def failed(self, error: str) -> SequenceOutput:
+        """It ends here, for a reason of its own."""
+        return SequenceOutput(self.command.request_id, self.command.choice, [], error=error,
+                              finish_reason=str(FinishReason.ERROR), stats=self.account())
+
     def account(self) -> SequenceStats:
         sequence = self.sequence
         cached = sequence.num_cached_tokens or 0

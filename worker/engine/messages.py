@@ -168,6 +168,7 @@ class EngineStats:
     recomputed_preempted_total: int = 0
     recomputed_evicted_total: int = 0
     steps_total: int = 0
+    shrunk_steps_total: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
 

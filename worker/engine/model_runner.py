@@ -6,8 +6,9 @@ from the sampler. Never touches the pool; a plan that raises here has changed no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,14 +18,21 @@ from worker.model.kv_storage import KVStorage
 from worker.model.paged_model import PagedModel
 from worker.model.sampler import Sample, SamplerRow, sample
 
+NOT_A_NUMBER = "The model's output for this request is no number (NaN or infinity), so no token can be chosen."
+logger = logging.getLogger("headstart.engine")
+
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """A step's tokens, and the seconds its two halves took."""
+    """A step's tokens, and the seconds its two halves took.
+
+    `errors` says of the result's `failed` sequences what was wrong with each.
+    """
 
     result: StepResult
     forward_s: float
     sample_s: float
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -41,12 +49,11 @@ class ModelRunner:
         started_at = self._clock()
         logits = self._forward(plan)
         computed_at = self._clock()
-        sampling = [share.seq_id for share in plan.sequences if share.samples]
-        samples = sample(logits, [rows[seq_id] for seq_id in sampling]) if sampling else []
-        sampled = {seq_id: _sampled_token(chosen, rows[seq_id])
-                   for seq_id, chosen in zip(sampling, samples, strict=True)}
+        sampled, errors = choose_tokens(logits, {share.seq_id: rows[share.seq_id]
+                                                 for share in plan.sequences if share.samples})
         ended_at = self._clock()
-        return RunOutcome(StepResult(plan.step_id, sampled), computed_at - started_at, ended_at - computed_at)
+        return RunOutcome(StepResult(plan.step_id, sampled, frozenset(errors)), computed_at - started_at,
+                          ended_at - computed_at, errors)
 
     @torch.inference_mode()
     def _forward(self, plan: StepPlan) -> torch.Tensor:
@@ -54,6 +61,38 @@ class ModelRunner:
         if self._is_cuda:
             torch.cuda.synchronize()    # kernels run behind our back: without this the sampler is billed for them
         return logits
+
+
+def choose_tokens(logits: torch.Tensor, rows: Mapping[int, SamplerRow]) -> tuple[dict[int, SampledToken],
+                                                                                dict[int, str]]:
+    """A token for each row of `logits`, in the order of `rows`, by sequence id; and what went wrong with the others.
+
+    A row that is no distribution (NaN, or infinite) or whose sampler raises fails alone.
+    """
+    if not rows:
+        return {}, {}
+    seq_ids = list(rows)
+    best = logits.amax(dim=-1)      # a NaN anywhere in a row is its maximum
+    good = [index for index, is_finite in enumerate(torch.isfinite(best).tolist()) if is_finite]
+    errors = {seq_id: NOT_A_NUMBER for index, seq_id in enumerate(seq_ids) if index not in good}
+    try:
+        chosen = sample(logits if len(good) == len(seq_ids) else logits[good], [rows[seq_ids[i]] for i in good])
+        samples: dict[int, Sample] = dict(zip((seq_ids[index] for index in good), chosen, strict=True))
+    except Exception:
+        logger.exception("sampling %d sequences failed; each is tried alone", len(good))
+        samples = _sample_alone(logits, {seq_ids[index]: (index, rows[seq_ids[index]]) for index in good}, errors)
+    return {seq_id: _sampled_token(found, rows[seq_id]) for seq_id, found in samples.items()}, errors
+
+
+def _sample_alone(logits: torch.Tensor, rows: Mapping[int, tuple[int, SamplerRow]],
+                  errors: dict[int, str]) -> dict[int, Sample]:
+    samples = {}
+    for seq_id, (index, row) in rows.items():
+        try:
+            [samples[seq_id]] = sample(logits[index:index + 1], [row])
+        except Exception as error:
+            errors[seq_id] = f"No token could be chosen for this request: {type(error).__name__}: {error}"
+    return samples
 
 
 def _rows(share: ScheduledSequence) -> SequenceRows:

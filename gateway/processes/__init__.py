@@ -1,0 +1,1 @@
+"""`--processes N`: the supervisor, and what makes its child a member of the group."""

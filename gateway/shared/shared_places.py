@@ -1,0 +1,63 @@
+"""Places at the workers of one model over all processes of a gateway.
+
+Owns: this process's counts in its row. A place is taken before it is checked: two processes that reach for the last
+one may both let go, and look again, but never both keep it. No lock is needed for that.
+Turns: a free place goes to a process by lot, in proportion to what waits there, since each process has a queue of its
+own and none can see who is first in the others.
+"""
+
+from __future__ import annotations
+
+from gateway.admission.places import Places, WaitingElsewhere
+from gateway.shared.row_table import RowTable
+
+HOLDING, WAITING, WAITING_BYTES = range(3)
+
+
+class SharedPlaces(Places):
+    """See Places; `num_holding` is this process's."""
+
+    def __init__(self, table: RowTable, column: int) -> None:
+        super().__init__()
+        self._table = table
+        self._column = column
+
+    def take(self, limit: int) -> bool:
+        """See Places."""
+        table, column = self._table, self._column
+        table.add(column, HOLDING, 1)
+        if table.total(column, HOLDING) > limit:
+            table.add(column, HOLDING, -1)
+            return False
+        self.num_holding += 1
+        return True
+
+    def give_back(self) -> None:
+        """See Places."""
+        super().give_back()
+        self._table.add(self._column, HOLDING, -1)
+
+    def waits_here(self, num_requests: int, num_bytes: int) -> None:
+        """See Places."""
+        words, table = self._table.words, self._table
+        words[table.own(self._column, WAITING)] = num_requests
+        words[table.own(self._column, WAITING_BYTES)] = num_bytes
+
+    def elsewhere(self) -> WaitingElsewhere:
+        """See Places."""
+        return WaitingElsewhere(sum(self._table.elsewhere(self._column, WAITING)),
+                                sum(self._table.elsewhere(self._column, WAITING_BYTES)))
+
+    def next_turn(self, random_ratio: float) -> int | None:
+        """See Places."""
+        waiting = self._table.elsewhere(self._column, WAITING)
+        others = sum(waiting)
+        if not others:
+            return None
+        here = self._table.words[self._table.own(self._column, WAITING)]
+        ticket = random_ratio * (others + here)
+        for row, count in enumerate(waiting):
+            if ticket < count:
+                return row
+            ticket -= count
+        return None

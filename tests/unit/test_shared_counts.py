@@ -1,0 +1,215 @@
+"""What several processes count together: places, tenants' limits, drains; alone, in turns, and in a race."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.admission.limits import Limit, Meters
+from gateway.admission.tenants import Tenant, TenantLimits
+from gateway.shared import drain_board
+from gateway.shared.drain_board import DrainBoard
+from gateway.shared.row_table import RowTable
+from gateway.shared.segment import DRAINS_MAX, LINES_MAX, RowState, Segment, new_segment_file
+from gateway.shared.shared_meters import SharedMeters
+from gateway.shared.shared_places import SharedPlaces
+
+ROWS = 4
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    found = Segment(new_segment_file(ROWS))
+    for row in range(ROWS):
+        found.begin_row(row, row)
+        found.set_state(row, RowState.SERVING)
+    yield found
+    found.close()
+
+
+def places_of(segment: Segment, row: int) -> SharedPlaces:
+    table = RowTable(segment, segment.layout.lines, row)
+    column = table.column("model")
+    assert column is not None
+    return SharedPlaces(table, column)
+
+
+def test_places_are_counted_over_all_and_a_cleared_row_gives_its_own_back(segment: Segment) -> None:
+    places = [places_of(segment, row) for row in range(ROWS)]
+    taken = [places[number % ROWS].take(10) for number in range(14)]
+    assert taken == [True] * 10 + [False] * 4
+    segment.clear_row(0)  # it held three
+    assert [places[1].take(10) for _ in range(4)] == [True, True, True, False]
+    places[1].give_back()
+    assert places[2].take(10)
+    places[3].give_back()
+    places[3].give_back()
+    with pytest.raises(AssertionError):
+        places[3].give_back()
+
+
+def test_turns_go_where_somebody_waits_in_proportion(segment: Segment) -> None:
+    places = [places_of(segment, row) for row in range(ROWS)]
+    assert places[0].next_turn(0.5) is None
+    assert places[0].elsewhere() == (0, 0)
+    places[0].waits_here(2, 200)
+    places[1].waits_here(1, 100)
+    places[3].waits_here(5, 500)
+    assert places[0].elsewhere() == (6, 600)
+    turns = [places[0].next_turn(number / 8) for number in range(8)]
+    assert turns == [1, 3, 3, 3, 3, 3, None, None], "one, five and two wait"
+
+
+@given(st.lists(st.tuples(st.integers(0, ROWS - 1), st.sampled_from(["enter", "leave", "prompt", "output"]),
+                          st.floats(0, 20), st.integers(0, 90)), max_size=60),
+       st.sampled_from([None, 3]), st.sampled_from([None, 6]), st.sampled_from([None, 100]))
+def test_a_meter_in_pieces_is_the_meter_in_one(steps: list[tuple[int, str, float, int]], concurrent: int | None,
+                                               requests: int | None, tokens: int | None) -> None:
+    segment, now = Segment(new_segment_file(ROWS)), 1.0
+    limits = TenantLimits(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrent=concurrent)
+    tenant = Tenant("t", b"t", limits=limits)
+    pieces, whole = [SharedMeters(segment, row) for row in range(ROWS)], Meters()
+    inside = [0] * ROWS
+    whole.of(tenant, now)
+    for row, action, later, amount in steps:
+        now += later
+        mine, reference = pieces[row].of(tenant, now), whole.of(tenant, now)
+        if action == "enter":
+            over, expected = mine.enter(now), reference.enter(now)
+            assert (over is None) == (expected is None)
+            assert over is None or expected is None or over.limit is expected.limit
+            inside[row] += over is None
+        elif action == "leave" and inside[row]:
+            inside[row] -= 1
+            mine.leave()
+            reference.leave()
+        elif action == "prompt":
+            over, expected = mine.take_prompt(amount, now), reference.take_prompt(amount, now)
+            assert (over is None) == (expected is None)
+        elif action == "output":
+            mine.take_output(amount, now)
+            reference.take_output(amount, now)
+    segment.close()
+
+
+def test_requests_inside_of_a_dead_process_are_outside(segment: Segment) -> None:
+    tenant = Tenant("t", b"t", limits=TenantLimits(max_concurrent=2))
+    first, second = SharedMeters(segment, 0).of(tenant, 1.0), SharedMeters(segment, 1).of(tenant, 1.0)
+    assert first.enter(1.0) is None
+    assert second.enter(1.0) is None
+    over = second.enter(1.0)
+    assert over is not None
+    assert over.limit is Limit.CONCURRENCY
+    segment.clear_row(0)
+    assert second.enter(1.0) is None
+    second.leave()
+    second.leave()
+    with pytest.raises(AssertionError):
+        second.leave()
+
+
+def test_a_drain_is_for_one_life_and_the_oldest_is_forgotten(segment: Segment) -> None:
+    boards = [DrainBoard(segment, row) for row in range(ROWS)]
+    assert not boards[1].holds("w", "1")
+    assert boards[0].add("w", "1") == boards[1].count == 1
+    assert boards[1].holds("w", "1")
+    assert not boards[1].holds("w", "2")
+    assert not boards[1].holds("w1", "")
+    for number in range(DRAINS_MAX):
+        boards[2].add("other", str(number))
+    assert not boards[1].holds("w", "1")
+    assert boards[1].holds("other", "0")
+
+
+async def test_a_drain_is_waited_for_until_every_living_process_has_seen_it(
+        segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_board, "SEEN_WITHIN_S", 0.1)
+    boards = [DrainBoard(segment, row) for row in range(ROWS)]
+    segment.clear_row(3)
+    count = boards[0].add("w", "1")
+    for board in boards[:2]:
+        board.seen(count)
+    assert not await boards[0].seen_by_all(count)
+    boards[2].seen(count)
+    assert await boards[0].seen_by_all(count)
+
+
+def test_names_beyond_the_columns_get_none_and_known_ones_keep_theirs(segment: Segment) -> None:
+    table = RowTable(segment, segment.layout.lines, 0)
+    assert [table.column(str(number)) for number in range(LINES_MAX + 2)] == [*range(LINES_MAX), None, None]
+    assert RowTable(segment, segment.layout.lines, 1).column("7") == 7
+
+
+RACER = """
+import sys
+from gateway.admission.tenants import Tenant, TenantLimits
+from gateway.shared.row_table import RowTable
+from gateway.shared.segment import Segment
+from gateway.shared.shared_meters import SharedMeters
+from gateway.shared.shared_places import SharedPlaces
+
+KEPT = 1
+segment, row = Segment(int(sys.argv[1])), int(sys.argv[2])
+table = RowTable(segment, segment.layout.lines, row)
+column = table.column("m")
+places = SharedPlaces(table, column)
+meter = SharedMeters(segment, row).of(Tenant("t", b"t", limits=TenantLimits(max_concurrent=5)), 1.0)
+print("ready", flush=True)
+sys.stdin.readline()
+most_kept = most_inside = entered = taken = 0
+for number in range(4000):
+    if places.take(5):
+        taken += 1
+        table.add(column, KEPT, 1)
+        most_kept = max(most_kept, table.total(column, KEPT))
+        if number % 7 or places.num_holding > 4:
+            table.add(column, KEPT, -1)
+            places.give_back()
+    elif places.num_holding:
+        table.add(column, KEPT, -1)
+        places.give_back()
+while places.num_holding:
+    table.add(column, KEPT, -1)
+    places.give_back()
+for number in range(2000):
+    if meter.enter(1.0) is None:
+        entered += 1
+        most_inside = max(most_inside, meter.num_inside)
+        if number % 3:
+            meter.leave()
+            entered -= 1
+print(entered, most_kept, most_inside, taken, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_four_processes_that_race_never_hold_more_than_the_limit() -> None:
+    descriptor = new_segment_file(ROWS)
+    segment = Segment(descriptor)
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(descriptor), str(row)], pass_fds=[descriptor],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for row in range(ROWS)]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    found = [tuple(map(int, racer.stdout.readline().split())) for racer in racers if racer.stdout is not None]
+    assert sum(entered for entered, *_ in found) == 5, "in the end exactly the limit is inside"
+    assert max(most_kept for _, most_kept, _, _ in found) <= 5
+    assert max(most_inside for _, _, most_inside, _ in found) == 5
+    assert sum(taken for *_, taken in found) > 1000
+    meter = SharedMeters(segment, 0).of(Tenant("t", b"t", limits=TenantLimits(max_concurrent=5)), 1.0)
+    assert meter.enter(1.0) is not None
+    for racer in racers:
+        racer.communicate("end\n")
+    for row in range(ROWS):
+        segment.clear_row(row)
+    assert meter.enter(1.0) is None
+    segment.close()
