@@ -8,6 +8,7 @@ what a transcript keeps from the client are comments that the gateway asked for.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -56,12 +57,30 @@ class StreamEnd:
     can_move: bool = False
 
 
+class OverTime(Exception):
+    """The whole request has taken longer than it may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a relayed stream asks now and then: is the gateway stopping, is the worker known to be lost?"""
+    """What is asked now and then of an answer under way: is the gateway stopping, is the worker known to be lost, is
+    the time over (`ends_at`, of time.monotonic())?"""
 
     is_stopping: Callable[[], bool] = lambda: False
     is_lost: Callable[[], bool] = lambda: False
+    ends_at: float = math.inf
+
+    def look(self) -> None:
+        """Raises OverTime, or UpstreamFailure for a lost worker."""
+        if self.left_s <= 0:
+            raise OverTime
+        if self.is_lost():
+            raise UpstreamFailure(FailureKind.RESET, "silent, and known to be lost")
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the time is over."""
+        return self.ends_at - time.monotonic()
 
 
 async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, watch: Watch, *,
@@ -75,6 +94,7 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
     failure: ApiError | None = None
     chunk, num_chunks, can_move = answer.first_chunk, 0, False
     first_chunk_at = last_chunk_at = time.monotonic()
+    comment = _comment_at(tail, write, limits)
     try:
         while chunk:
             num_chunks += 1
@@ -85,10 +105,14 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
                 await relay_bytes(chunk, write, limits)
             if transcript is not None and transcript.lost:
                 raise UpstreamFailure(FailureKind.RESET, "the worker said that it cannot go on")
-            chunk = await next_chunk(answer, limits, watch.is_lost, _comment_at(tail, write, limits))
+            chunk = await next_chunk(answer, limits, watch, comment)
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
+            if last_chunk_at >= watch.ends_at:
+                raise OverTime
     except UpstreamFailure as lost:
         failure, can_move = mid_stream_error(lost), True
+    except OverTime:
+        failure = over_time()
     except asyncio.CancelledError:
         if not watch.is_stopping():
             raise
@@ -109,7 +133,7 @@ async def end_stream(end: StreamEnd, write: Write, render_error: RenderError, li
         await relay_bytes(error_event(render_error(end.failure)), write, limits)
 
 
-async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, bool]:
+async def read_whole(answer: FirstAnswer, limits: RelayLimits, watch: Watch) -> tuple[bytes, bool]:
     """The body up to MAX_WHOLE_BODY_BYTES, and whether that is all of it. Does not close `answer`.
 
     Raises AttemptFailed when the worker goes away or falls silent: the client has seen nothing yet.
@@ -117,7 +141,7 @@ async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, b
     body = bytearray(answer.first_chunk)
     try:
         while len(body) <= MAX_WHOLE_BODY_BYTES:
-            chunk = await answer.response.read_chunk(limits.chunk_gap_s)
+            chunk = await answer.response.read_chunk(min(limits.chunk_gap_s, watch.left_s))
             if not chunk:
                 return bytes(body), True
             body += chunk
@@ -128,12 +152,12 @@ async def read_whole(answer: FirstAnswer, limits: RelayLimits) -> tuple[bytes, b
     return bytes(body), False
 
 
-async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits) -> None:
+async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits, watch: Watch) -> None:
     """Pass on what read_whole left of a large body. UpstreamFailure: the client's response must be cut off."""
     chunk = b""
     while True:
         try:
-            chunk = await answer.response.read_chunk(limits.chunk_gap_s)
+            chunk = await answer.response.read_chunk(min(limits.chunk_gap_s, watch.left_s))
         except TimeoutError as silent:
             raise UpstreamFailure(FailureKind.TIMEOUT, "silent") from silent
         if not chunk:
@@ -141,10 +165,10 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits) -> 
         await relay_bytes(chunk, write, limits)
 
 
-async def next_chunk(answer: FirstAnswer, limits: RelayLimits, is_lost: Callable[[], bool],
+async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
                      comment: Callable[[], Awaitable[None]] | None = None) -> bytes:
-    """What the worker sends next, b"" at its end. UpstreamFailure when it goes, is lost or silent for too long;
-    until then a comment goes to the client after every `keepalive_s` of silence."""
+    """What the worker sends next, b"" at its end. UpstreamFailure when it goes, is lost or silent for too long,
+    OverTime; until then a comment goes to the client after every `keepalive_s` of silence."""
     silent_s, comment_s = 0.0, limits.keepalive_s
     while True:
         wait_s = min(LOST_LOOK_S, comment_s - silent_s, limits.chunk_gap_s - silent_s)
@@ -154,8 +178,7 @@ async def next_chunk(answer: FirstAnswer, limits: RelayLimits, is_lost: Callable
             silent_s += wait_s
         if silent_s >= limits.chunk_gap_s:
             raise UpstreamFailure(FailureKind.TIMEOUT, f"silent for {silent_s:g} s")
-        if is_lost():
-            raise UpstreamFailure(FailureKind.RESET, "silent, and known to be lost")
+        watch.look()
         if silent_s >= comment_s:
             comment_s = silent_s + limits.keepalive_s
             if comment is not None:
@@ -187,6 +210,11 @@ def uncancel() -> None:
     """The cancellation of this task has been answered."""
     if (task := asyncio.current_task()) is not None:
         task.uncancel()
+
+
+def over_time() -> ApiError:
+    """The request has had all the time there is for one."""
+    return errors.worker_timeout("The whole answer took longer than total_timeout_s allows.")
 
 
 def mid_stream_error(lost: UpstreamFailure) -> ApiError:

@@ -269,10 +269,19 @@ class Choosing:
             placement.abandon()
         if last is not None:
             self._record.retries.append(last.reason)
-        self._note(placement)
+        self.note(placement)
         return placement
 
-    def _note(self, placement: Placement) -> None:
+    def another(self) -> Placement | None:
+        """A second worker for the same request, booked beside the one that has it; None when there is none."""
+        chosen = self._record.worker_id
+        decision = self._dispatcher.decide(self._prompt, frozenset(() if chosen is None else (chosen,)))
+        if isinstance(decision, NoEndpoint):
+            return None
+        return self._dispatcher.book(self._prompt, decision, self._address)
+
+    def note(self, placement: Placement) -> None:
+        """This one answers."""
         record, decision = self._record, placement.decision
         knowledge = placement.endpoint.knowledge
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
-from gateway.admission.cache_salt import with_cache_salt
 from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
@@ -32,14 +31,16 @@ from gateway.relay.relay import (
     relay_bytes,
     relay_rest,
 )
-from gateway.relay.retry import DEADLINE, TIMEOUT, Attempt, AttemptFailed, FirstAnswer, Refusal, Walk, answer_from_any
+from gateway.relay.retry import AttemptFailed, Refusal, Walk
 from gateway.relay.sse import body_usage
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS
+from gateway.server.addressing import ChoiceToResume, upstream_request
 from gateway.server.admission import DEADLINE_HEADER, Ask
-from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt, is_plain
-from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, Routes, read_body, request_id_of
+from gateway.server.answering import Answering, Beginning, Taken
+from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
+from gateway.server.http import CLIENT_CLOSED_REQUEST, Routes, read_body, request_id_of
 from gateway.server.migration import (
     MIGRATION_HEADER,
     Broken,
@@ -55,7 +56,7 @@ from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.prompt.requests import parse_chat, parse_completion
 from worker.protocol.api_error import ApiError
-from worker.protocol.internal_request import CACHED_TOKENS_HEADER, WORKER_TOKEN_HEADER, Resume, encode_internal
+from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
 
 # Parsing runs at some 300 MB/s; what takes longer than a millisecond is done in a prompt thread.
@@ -64,7 +65,6 @@ WORKER_HEADER = "x-headstart-worker"
 MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
 QUEUE_FULL = "queue_full"
 EVENT_STREAM = "text/event-stream"
-_PASSED_ON = ("traceparent", "tracestate")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = get_logger(__name__)
 
@@ -93,25 +93,6 @@ class Intake:
     tenant: Tenant
 
 
-@dataclass(frozen=True, slots=True)
-class Answering:
-    """What goes with a request on its way to a worker and back. `headers` are for the client; `may_move`: it has not
-    asked to stay at one worker."""
-
-    record: RequestRecord
-    headers: Mapping[str, str]
-    first_byte_timeout_s: float
-    may_move: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A worker has taken the request and begun to answer."""
-
-    placement: Placement
-    answer: FirstAnswer
-
-
 class Generate:
     """The data path. `suspect` is told of workers that failed a request."""
 
@@ -132,6 +113,7 @@ class Generate:
                                   limits=MigrationLimits(
                                       self._limits, self._config.max_migrations, self._config.max_retries + 1,
                                       self._config.first_byte_timeout_s))
+        self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
 
@@ -194,7 +176,8 @@ class Generate:
             intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
             await visit.turn(self._ask(intake))
             return await self._from_a_worker(request, intake, Answering(
-                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move))
+                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move,
+                Watch(lambda: self._is_stopping, ends_at=record.began_at + self._config.total_timeout_s)))
 
     async def _from_a_worker(self, request: BaseRequest, intake: Intake, answering: Answering) -> web.StreamResponse:
         record = answering.record
@@ -203,21 +186,17 @@ class Generate:
         walk = Walk()
         try:
             while True:
-                attempt, answer = await answer_from_any(
-                    self._upstream, choosing, max_retries=self._config.max_retries, walk=walk,
-                    timeout_s=answering.first_byte_timeout_s, timeout_reason=TIMEOUT if
-                    answering.first_byte_timeout_s >= self._config.first_byte_timeout_s else DEADLINE)
+                taken = await self._beginning.begin(choosing, answering, walk, is_stream=intake.parsed.stream)
                 try:
-                    return await self._from_one(request, intake, answering, _Taken(_placement(attempt), answer))
+                    return await self._from_one(request, intake, answering, taken)
                 except AttemptFailed as failure:  # it broke off, and the client has seen nothing of it
-                    attempt.failed(failure.reason)
-                    walk.failed(attempt.endpoint_id, failure)
+                    walk.failed(taken.placement.endpoint_id, failure)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
             return _last_word(failure, record)
 
     async def _from_one(self, request: BaseRequest, intake: Intake, answering: Answering,
-                        taken: _Taken) -> web.StreamResponse:
+                        taken: Taken) -> web.StreamResponse:
         record, placement, answer = answering.record, taken.placement, taken.answer
         try:
             if answer.response.status >= 400:
@@ -227,6 +206,9 @@ class Generate:
             record.stages["connect"] = answer.response.connect_s
             record.cached_tokens = _count(answer.response.headers.get(CACHED_TOKENS_HEADER))
             return await self._pass_on(request, intake, answering, taken)
+        except AttemptFailed as failure:
+            placement.failed(failure.reason)
+            raise
         finally:
             answer.response.close()
             placement.release()
@@ -277,28 +259,13 @@ class Generate:
             raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
         raise errors.model_not_found(model, filter(tenant.may_use, known))
 
-    def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest, *,
-                          prompts: Sequence[Sequence[int]] | None = None,
-                          resume: Resume | None = None) -> UpstreamRequest:
-        """`prompts` and `resume`: not the whole request, but one choice of it to go on with."""
-        token = self._config.worker_token
-        headers, salt = {"content-type": "application/json"}, intake.routed.prepared.salt
-        if is_plain(endpoint, token):
-            body = intake.body if salt.in_body is None else with_cache_salt(intake.body, salt.in_body)
-        else:
-            headers, body = encode_internal(intake.body, prompts or intake.routed.prepared.prompts,
-                                            salt=salt.internal, salt_from=salt.salt_from,
-                                            tenant=intake.tenant.tenant_id or None, resume=resume,
-                                            tells_token_ids=intake.parsed.stream and self._migrator.is_on)
-            headers[WORKER_TOKEN_HEADER] = token
-        headers[REQUEST_ID_HEADER] = request_id_of(request)
-        headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        if endpoint.worker.api_key:
-            headers["Authorization"] = f"Bearer {endpoint.worker.api_key}"
-        return UpstreamRequest(endpoint.worker.url + intake.route.path, headers, body, endpoint.worker.ssl_context)
+    def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest,
+                          choice: ChoiceToResume | None = None) -> UpstreamRequest:
+        return upstream_request(intake, endpoint, request, worker_token=self._config.worker_token, choice=choice,
+                                tells_token_ids=intake.parsed.stream and self._migrator.is_on)
 
     async def _pass_on(self, request: BaseRequest, intake: Intake, answering: Answering,
-                       taken: _Taken) -> web.StreamResponse:
+                       taken: Taken) -> web.StreamResponse:
         record, response = answering.record, taken.answer.response
         record.status = response.status
         record.admitted = record.status == 200
@@ -306,17 +273,17 @@ class Generate:
         headers = {"Content-Type": content_type, **answering.headers, **self._routing_headers(taken.placement)}
         if response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, intake, replace(answering, headers=headers), taken)
-        return await self._whole(request, taken, record, headers)
+        return await self._whole(request, taken, answering, headers)
 
     async def _stream(self, request: BaseRequest, intake: Intake, answering: Answering,
-                      taken: _Taken) -> web.StreamResponse:
+                      taken: Taken) -> web.StreamResponse:
         answer, placement = taken.answer, taken.placement
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
         write = ClientStream(request, response).write
         transcript, scheme = Transcript() if tells_tokens(answer) else None, placement.endpoint.scheme
         may_move = answering.may_move and transcript is not None
-        watch = Watch(lambda: self._is_stopping, placement.is_lost if may_move else lambda: False)
+        watch = replace(answering.watch, is_lost=placement.is_lost) if may_move else answering.watch
         end = await pass_stream(answer, write, self._limits, watch, transcript=transcript)
         if end.failure is None:
             placement.succeeded()
@@ -324,18 +291,17 @@ class Generate:
             placement.failed("lost")
             end = await self._migrator.go_on(Broken(
                 intake.routed, transcript if may_move else None, end, placement.endpoint_id, scheme,
-                answering.record, lambda endpoint, prompts, resume: self._upstream_request(
-                    intake, endpoint, request, prompts=prompts, resume=resume),
-                intake.parsed.include_usage), write, is_stopping=lambda: self._is_stopping)
+                answering.record, lambda endpoint, choice: self._upstream_request(intake, endpoint, request, choice),
+                intake.parsed.include_usage, answering.watch), write)
         answering.record.stream_ended(end)
         await end_stream(end, write, lambda error: orjson.dumps(error.body()), self._limits)
         await response.write_eof()
         return response
 
-    async def _whole(self, request: BaseRequest, taken: _Taken, record: RequestRecord,
+    async def _whole(self, request: BaseRequest, taken: Taken, answering: Answering,
                      headers: Mapping[str, str]) -> web.StreamResponse:
-        answer, placement = taken.answer, taken.placement
-        body, is_complete = await read_whole(answer, self._limits)
+        answer, placement, record = taken.answer, taken.placement, answering.record
+        body, is_complete = await read_whole(answer, self._limits, answering.watch)
         record.outcome = "ok" if answer.response.status < 400 else "client_error"
         if answer.response.status < 400:
             placement.succeeded()
@@ -348,7 +314,7 @@ class Generate:
         write = ClientStream(request, response).write
         await relay_bytes(body, write, self._limits)
         try:
-            await relay_rest(answer, write, self._limits)
+            await relay_rest(answer, write, self._limits, answering.watch)
         except UpstreamFailure as lost:
             record.outcome, record.error = "worker_error", lost.kind.value
             raise ClientLeft("its answer broke off and had to be cut short") from lost
@@ -365,11 +331,6 @@ class Generate:
             self._suspect(record.worker_id)
         _log.warning("request_failed_on_every_worker_tried", request_id=record.request_id, worker=record.worker_id,
                      reason=failure.reason, retries=record.retries)
-
-
-def _placement(attempt: Attempt) -> Placement:
-    assert isinstance(attempt, Placement), "Choosing hands out placements only"
-    return attempt
 
 
 def _last_word(failure: AttemptFailed, record: RequestRecord) -> WholeResponse:

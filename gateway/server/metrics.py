@@ -71,6 +71,8 @@ class GatewayMetrics:
                                 registry=registry)
         self._migrations = Counter("headstart_migrations", "Streams that lost their worker, and what became of them.",
                                    ["outcome"], registry=registry)
+        self._hedges = Counter("headstart_hedges", "Streams asked of a second worker, and who began first.",
+                               ["outcome"], registry=registry)
         self._rejected = Counter("headstart_rejected", "Requests refused, by the gateway or by full workers.",
                                  ["reason"], registry=registry)
         self._queue_depth = Gauge("headstart_queue_depth", "Requests that wait for a worker to have a place.",
@@ -88,6 +90,10 @@ class GatewayMetrics:
     def migrated(self, outcome: str) -> None:
         """Count one stream (one choice of it) that lost its worker."""
         self._migrations.labels(outcome).inc()
+
+    def hedged(self, outcome: str) -> None:
+        """Count one stream that had not begun in time."""
+        self._hedges.labels(outcome).inc()
 
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""

@@ -14,11 +14,14 @@ from dataclasses import dataclass, replace
 
 from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
 from gateway.relay.relay import (
+    OverTime,
     RelayLimits,
     StreamEnd,
+    Watch,
     Write,
     mid_stream_error,
     next_chunk,
+    over_time,
     relay_bytes,
     uncancel,
 )
@@ -26,6 +29,7 @@ from gateway.relay.retry import AttemptFailed, FirstAnswer, Walk, answer_from_an
 from gateway.relay.sse import KEEPALIVE_COMMENT
 from gateway.relay.transcript import KEPT_BYTES, Told, Transcript, WholeEvents
 from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, UpstreamRequest
+from gateway.server.addressing import ChoiceToResume
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
 from gateway.server.request_record import RequestRecord
 from worker.protocol.api_error import ApiError, invalid_request
@@ -37,7 +41,7 @@ from worker.protocol.told_tokens import EVENT_END
 MIGRATION_HEADER = "x-request-migration"
 _log = get_logger(__name__)
 
-Address = Callable[[Endpoint, Sequence[Sequence[int]], "Resume | None"], UpstreamRequest]
+Address = Callable[[Endpoint, ChoiceToResume], UpstreamRequest]
 Count = Callable[[str], None]
 
 
@@ -66,6 +70,7 @@ class Broken:
     record: RequestRecord
     address: Address
     include_usage: bool
+    watch: Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Migrator:
         """Whether streams move at all."""
         return self._limits.migrations_max > 0
 
-    async def go_on(self, broken: Broken, write: Write, *, is_stopping: Callable[[], bool]) -> StreamEnd:
+    async def go_on(self, broken: Broken, write: Write) -> StreamEnd:
         """The rest of the stream from other workers, and how it ended. What failed before stays the failure when
         nobody can go on."""
         self._suspect(broken.lost_id)
@@ -118,13 +123,15 @@ class Migrator:
             await journey.send(told.ending(prompt_tokens=broken.prompt.prepared.num_tokens,
                                            cached_tokens=broken.record.cached_tokens or 0,
                                            include_usage=broken.include_usage))
+        except OverTime:
+            return replace(broken.end, failure=over_time(), can_move=False)
         except _CannotGoOn as why:
             self._count(why.outcome)
             _log.warning("migration_failed", request_id=broken.record.request_id, worker=broken.lost_id,
                          reason=why.outcome)
             return replace(broken.end, failure=why.error, can_move=False)
         except asyncio.CancelledError:
-            if not is_stopping():
+            if not broken.watch.is_stopping():
                 raise
             uncancel()
             return replace(broken.end, can_move=False)
@@ -147,19 +154,20 @@ class Migrator:
         """Workers whose answers could differ from those of one with this scheme."""
         return frozenset(endpoint.endpoint_id for endpoint in self._table if endpoint.scheme != scheme)
 
-    async def open(self, broken: Broken, walk: Walk, prompts: list[Sequence[int]],
-                   resume: Resume | None) -> tuple[Placement, FirstAnswer]:
-        """A worker that goes on with these prompts. AttemptFailed when there is none."""
+    async def open(self, broken: Broken, walk: Walk, choice: ChoiceToResume) -> tuple[Placement, FirstAnswer]:
+        """A worker that goes on with this choice. AttemptFailed when there is none."""
+        prompts = choice.prompts
         prepared = broken.prompt.prepared
         hashes = {scheme: block_hashes(prompts[0], scheme, prepared.salt.extra_keys) for scheme in prepared.hashes}
         prompt = replace(broken.prompt, prepared=replace(prepared, prompts=prompts, hashes=hashes))
         scratch = RequestRecord(broken.record.request_id, broken.record.route)
         choosing = Choosing(self._dispatcher, prompt, scratch, suspect=self._suspect,
-                            address=lambda endpoint: broken.address(endpoint, prompts, resume))
+                            address=lambda endpoint: broken.address(endpoint, choice))
         differing = self._differing(broken.scheme)
         attempt, answer = await answer_from_any(
             self._upstream, lambda excluded, last: choosing(excluded | differing, last),
-            max_retries=self._limits.max_retries, timeout_s=self._limits.first_byte_timeout_s, walk=walk)
+            max_retries=self._limits.max_retries, walk=walk,
+            timeout_s=max(0.001, min(self._limits.first_byte_timeout_s, broken.watch.left_s)))
         assert isinstance(attempt, Placement), "Choosing hands out placements only"
         if answer.response.status != 200 or not tells_tokens(answer):
             answer.response.close()
@@ -232,7 +240,7 @@ class _Journey:
             walk = Walk()
             walk.failed(lost, AttemptFailed("lost", error, same_worker=True))
             try:
-                placement, answer = await self._migrator.open(self._broken, walk, *self._request(choice))
+                placement, answer = await self._migrator.open(self._broken, walk, self._request(choice))
             except AttemptFailed as nobody:
                 raise _CannotGoOn("no_worker", error) from nobody
             lost = placement.endpoint_id
@@ -255,18 +263,19 @@ class _Journey:
         # Once anything is known of a stream, each choice goes on by itself.
         return self._told.head is not None if choice is None else self._told.choices[choice].is_finished
 
-    def _request(self, choice: int | None) -> tuple[list[Sequence[int]], Resume | None]:
+    def _request(self, choice: int | None) -> ChoiceToResume:
         prompt, told = self._broken.prompt, self._told
         if choice is None or told.head is None:
-            return prompt.prepared.prompts, None
+            return ChoiceToResume(prompt.prepared.prompts, None)
         so_far = told.choices[choice]
         resume = Resume(generated=len(so_far.token_ids), choice=choice, sent_chars=so_far.sent_chars,
                         id=told.head["id"], created=told.head["created"], has_role=so_far.has_role)
-        return [[*prompt.prepared.prompts[choice // prompt.num_choices], *so_far.token_ids]], resume
+        return ChoiceToResume([[*prompt.prepared.prompts[choice // prompt.num_choices], *so_far.token_ids]], resume)
 
     async def _follow(self, answer: FirstAnswer, placement: Placement) -> None:
         """Pass one worker's events on but for its end. UpstreamFailure when it too is lost."""
         events, chunk = WholeEvents(), answer.first_chunk
+        watch = replace(self._broken.watch, is_lost=placement.is_lost)
         while chunk:
             try:
                 passing = [block for block in events.feed(chunk) if self._told.take(block)]
@@ -278,7 +287,7 @@ class _Journey:
                 await self.send(EVENT_END.join([*passing, b""]))
             if events.lost:
                 return
-            chunk = await next_chunk(answer, self._migrator.limits.relay, placement.is_lost)
+            chunk = await next_chunk(answer, self._migrator.limits.relay, watch)
 
 
 async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
