@@ -117,18 +117,24 @@ class Placement:
         self._withdraw()
 
 
+@dataclass(frozen=True, slots=True)
+class BetTtl:
+    """How long a routed prompt counts as cached unless events say more."""
+
+    with_events_s: float
+    without_events_s: float
+
+
 class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, approximate_ttl_s: float, max_inflight: int, breakers: Breakers,
-                 notes: Notes | None = None) -> None:
+                 bet_ttl: BetTtl, max_inflight: int, breakers: Breakers, notes: Notes | None = None) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
         self._policy = policy
-        self._speculative_ttl_s = speculative_ttl_s
-        self._approximate_ttl_s = approximate_ttl_s
+        self._bet_ttl = bet_ttl
         self._max_inflight = max_inflight
         self._breakers = breakers
         self._turns = itertools.count()
@@ -218,9 +224,10 @@ class Dispatcher:
         # The time to live bridges the lag of events, which begins when the blocks have been computed. Without events,
         # what we sent there lately is all that we know.
         has_events = endpoint.knowledge is Knowledge.EXACT
-        ttl_s = self._speculative_ttl_s if has_events else self._approximate_ttl_s
+        ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
         expires_at = time.monotonic() + prefill_s + ttl_s
-        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at, blocks_max=_history_blocks_max(endpoint))
+        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
+                                    blocks_max=_history_blocks_max(endpoint))
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
             self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
         return bet
