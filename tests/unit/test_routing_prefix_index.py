@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from gateway.routing.bets import VOID_BETS_MAX
 from gateway.routing.block_tree import ROW_BYTES
 from gateway.routing.holder_sets import SET_BYTES
 from gateway.routing.prefix_index import (
@@ -14,7 +15,6 @@ from gateway.routing.prefix_index import (
     LEAF_BYTES,
     REFERENCES_MAX,
     SPECULATION_BYTES,
-    VOID_BETS_MAX,
     Match,
     PrefixIndex,
 )
@@ -280,7 +280,7 @@ class TestSpeculation:
         for number in range(4 * VOID_BETS_MAX):
             index.withdraw(index.speculate("a", [number], 99.0 + number))
             index.expire(0.0)
-        assert len(index._pending) <= 2 * VOID_BETS_MAX + 2
+        assert len(index._bets) <= 2 * VOID_BETS_MAX + 2
         index.check_invariants()
 
     def test_an_old_bet_does_not_touch_bets_on_blocks_that_took_its_place(self, index: PrefixIndex) -> None:
