@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -189,7 +190,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndexMachine = PrefixIndexMachine.TestCase
-TestPrefixIndexMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+class LongPrefixIndexMachine(PrefixIndexMachine):
+    """250 examples of 40 steps: ten thousand."""
+
+
+TestTenThousandSteps = pytest.mark.slow(LongPrefixIndexMachine.TestCase)
+TestTenThousandSteps.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=150, deadline=None)
