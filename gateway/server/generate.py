@@ -82,6 +82,7 @@ class Intake:
     parsed: PromptRequest
     routed: RoutedPrompt
     tenant: Tenant
+    base_model: str
     way_back: Way | None = None
 
 
@@ -229,22 +230,26 @@ class Generate:
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
         reference = self.reference(parsed.model, tenant)
+        adapter_keys = self._table.adapter_keys(parsed.model)
         prepared = await self._prompt_work.prepare(
-            reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            salt_of=lambda prompts: self._access.salt(tenant, parsed.cache_salt, reference.renderer, prompts),
+            reference.renderer, parsed, num_body_bytes=len(body),
+            schemes=() if parsed.scores_prompt else self._dispatcher.schemes(parsed.model),
+            salt_of=lambda prompts: self._access.salt(
+                tenant, parsed.cache_salt, reference.renderer, prompts).beside(adapter_keys),
             scope=tenant.sharing_group.hex() + "/" + (parsed.cache_salt or ""),
             limit=self._limit(reference, route))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
-        return Intake(route, body, parsed, routed, tenant, way)
+        return Intake(route, body, parsed, routed, tenant, reference.model, way)
 
     def _ask(self, intake: Intake) -> Ask:
         prompt, parsed = intake.routed, intake.parsed
         output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
         num_tokens = prompt.prepared.num_tokens
-        return Ask(parsed.model, num_tokens, num_tokens + parsed.num_candidates * output_tokens, len(intake.body),
-                   parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
+        cost_tokens = num_tokens + parsed.num_candidates * output_tokens
+        return Ask(intake.base_model, num_tokens, cost_tokens, len(intake.body), parsed.priority,
+                   lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
         max_context = self._dispatcher.max_context(reference.model)

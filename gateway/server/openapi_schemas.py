@@ -98,7 +98,7 @@ _USAGE = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT}, total_t
                  prompt_tokens_details=_nullable(_object({}, cached_tokens=_COUNT)))
 _HEAD = {"id": _TEXT, "object": _TEXT, "choices": _list_of(_object({"index": _COUNT}))}
 _MODEL = _object({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT},
-                 root=_TEXT, max_model_len=_nullable(_COUNT))
+                 root=_TEXT, parent=_nullable(_TEXT), max_model_len=_nullable(_COUNT))
 _WORKER = _object({"id": _TEXT, "url": _TEXT, "models": _list_of(_TEXT), "state": _TEXT, "knowledge": _TEXT},
                   epoch=_nullable(_TEXT), pid=_nullable(_COUNT), blocks=_COUNT)
 _ANSWERS: Json = {

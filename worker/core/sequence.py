@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from worker.core.batch import FinishReason
 from worker.core.block_content import ContentChain
-from worker.protocol.block_hash import ExtraKey
+from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,13 @@ class Sequence:
     decode. The first `num_sealed_blocks` of the table are sealed: findable, shared and never written again.
     `priority` follows vLLM: the smaller number goes first and is preempted last. `choice` numbers the n choices of
     one request. `resumed_token_ids` are outputs that another worker generated: they are computed like a prompt and
-    count as outputs, of which this worker reports only those that follow.
+    count as outputs, of which this worker reports only those that follow. `scores_prompt`: the logits of every prompt
+    position are wanted, so all are computed, and it neither finds nor leaves cached blocks.
     """
 
     def __init__(self, seq_id: int, prompt_token_ids: Iterable[int], stop_rule: StopRule, *,
                  extra_keys: Iterable[ExtraKey] = (), priority: int = 0, choice: int = 0,
-                 resumed_token_ids: Iterable[int] = ()) -> None:
+                 resumed_token_ids: Iterable[int] = (), scores_prompt: bool = False) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -60,8 +61,11 @@ class Sequence:
         self.num_resumed_tokens = len(self.token_ids) - self.num_prompt_tokens
         self.stop_rule = stop_rule
         self.extra_keys = tuple(extra_keys)
+        # What computes its blocks is read from what their hashes say, so that the two cannot differ.
+        self.adapter = next((key.value for key in self.extra_keys if key.kind == ExtraKeyKind.LORA), None)
         self.priority = priority
         self.choice = choice
+        self.scores_prompt = scores_prompt
 
         self.block_table: list[int] = []
         self.num_computed_tokens = 0

@@ -114,7 +114,8 @@ class Engine:
             return
         sequence = Sequence(next(self._next_seq_id), command.prompt_token_ids, self._stop_rule(command),
                             extra_keys=command.extra_keys, priority=command.priority, choice=command.choice,
-                            resumed_token_ids=command.generated_token_ids)
+                            resumed_token_ids=command.generated_token_ids,
+                            scores_prompt=command.params.prompt_logprobs is not None)
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return
@@ -172,12 +173,14 @@ class Engine:
         evicted_for = None if plan.evicted_for_seq_id is None else self._request_id(plan.evicted_for_seq_id)
         decode_rows = sum(self._live[share.seq_id].is_decode(share) for share in plan.sequences)
 
-        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences if share.samples}
+        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences
+                if share.samples or share.targets}
         execution = execute(self.runner, plan, rows)
         ended_at = self._clock()
         timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
         for share in plan.sequences:
             self._live[share.seq_id].worked(share, timing)
+            self._live[share.seq_id].scored(share, execution.outcome.scored.get(share.seq_id, ()))
         if not execution.outcome.errors and execution.out_of_memory is None:
             self._observe_rates(plan, timing, decode_rows)
         updates, errors = self._commit(plan, execution)
@@ -285,4 +288,5 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
         token_budget=parts.scheduler.token_budget, weights_bytes=spec.weights_bytes,
         activation_bytes=parts.machine.activation_bytes, other_bytes=parts.machine.other_bytes,
-        read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes)
+        read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes,
+        adapters=tuple((adapter.name, adapter.digest) for adapter in parts.adapters))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,14 @@ from worker.model.linear import Linear
 Norm = Callable[[torch.Tensor], torch.Tensor]
 # For one kind of layer: position ids [1, rows] to cosines and sines [1, rows, dim], as transformers' rope modules do.
 Rope = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Narrowing(Protocol):
+    """Who has to know that a pass goes on with some of its rows only."""
+
+    def narrow(self, kept: torch.Tensor) -> None:
+        """With these rows, in this order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,7 @@ class CompactDecoder:
     head: Linear
     logits_scaling: float
     logits_softcap: float | None
+    adapters: Narrowing | None = None
 
     def logits(self, layout: BatchLayout, attention_pass: AttentionPass) -> torch.Tensor:
         """Logits [wanted rows, vocab] of the layout's rows, after every layer's K/V went to the pass."""
@@ -106,6 +116,8 @@ class CompactDecoder:
             attended = attention.attend(layer.before_attention(x), ropes[attention.rope], attention_pass)
             if layer is self.layers[-1] and len(layout.logits_rows) < len(x):
                 x, attended = x[layout.logits_rows], attended[layout.logits_rows]
+                if self.adapters is not None:
+                    self.adapters.narrow(layout.logits_rows)
             x = layer.finish(x, attended)
         return self._head(x)
 

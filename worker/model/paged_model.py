@@ -17,6 +17,7 @@ from worker.model.compact_decoder import CompactDecoder
 from worker.model.fast_attention import FastAttention
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
+from worker.model.lora import LoraLayers
 from worker.model.model_spec import ModelSpec
 from worker.model.strict_attention import ROW_MULTIPLE, StrictAttention
 
@@ -25,11 +26,12 @@ class PagedModel:
     """Runs one ForwardBatch at a time over a KVStorage made by `make_storage`."""
 
     def __init__(self, model: Any, spec: ModelSpec, *, exactness: str, block_size: int,
-                 compact: CompactDecoder | None = None) -> None:
-        """`compact` computes in place of `model`, which then has no weights of its own."""
+                 compact: CompactDecoder | None = None, adapters: LoraLayers | None = None) -> None:
+        """`compact` computes in place of `model`, which then has no weights of its own. `adapters` are wired in."""
         assert compact is None or exactness == "fast", "strict mode runs transformers' own modules"
         self.spec = spec
         self._compact = compact
+        self._adapters = adapters
         self.exactness = exactness
         self.block_size = block_size
         self._model = model
@@ -44,12 +46,14 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """Write K/V and return logits float32 [number of sequences wanting logits, vocab], in batch order."""
+        """Write K/V and return logits float32 [rows whose logits are wanted, vocab], in batch order."""
         if not batch.sequences:
             return torch.empty(0, self.spec.vocab_size, device=self._device)
         strict = self.exactness == "strict"
         layout = BatchLayout.build(batch, block_size=self.block_size, device=self._device,
                                    row_multiple=ROW_MULTIPLE if strict else 1)
+        if self._adapters is not None:
+            self._adapters.begin(batch, layout)
         attention_pass = StrictAttention(layout, storage) if strict else FastAttention(layout, storage)
         if self._compact is not None:
             return self._compact.logits(layout, attention_pass)[:layout.num_logits].float()

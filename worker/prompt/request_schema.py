@@ -72,6 +72,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
     response_format: ResponseFormat | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

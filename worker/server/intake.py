@@ -99,6 +99,12 @@ class Admission:
     foreign: ForeignAnswer | None = None
     tells_token_ids: bool = False
 
+    def params_of(self, number: int) -> SamplingParams:
+        """One of a prompt's choices': the first alone scores the prompt, which costs it the cache."""
+        if number == 0 or self.params.prompt_logprobs is None:
+            return self.params
+        return msgspec.structs.replace(self.params, prompt_logprobs=None)
+
     @property
     def num_generated(self) -> int:
         return 0 if self.resume is None else self.resume.generated
@@ -132,6 +138,8 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
+    if (adapter := serving.adapters.get(body.model)) is not None:
+        extra_keys = (*extra_keys, ExtraKey(ExtraKeyKind.LORA, adapter))
     max_new_tokens = _max_new_tokens(body, prompts, serving.ready, route, resume=resume)
     return Admission(
         body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
@@ -156,7 +164,7 @@ def require_model(model: str | None, serving: Serving) -> None:
     """ApiError 404 `model_not_found` for another model; None means the one that is served."""
     if model is not None and model not in serving.model_names:
         raise ApiError(404, "model_not_found", f"The model {model!r} is not served here; this worker serves "
-                       f"{serving.ready.model!r}.", param="model")
+                       f"{', '.join(map(repr, (serving.ready.model, *serving.adapters)))}.", param="model")
 
 
 async def read_body(request: web.Request, limit_bytes: int) -> bytes:
