@@ -144,7 +144,7 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
     view, chosen = views[order[index]], costs[index]
     if chosen.session_s:
         costs = candidate_costs(given, views)  # the bonus reaches further than a tie
-    decision = decide(given, view, _reason(given, view, chosen, costs, most))
+    decision = decide(given, view, _reason(given, view, chosen, costs, most=most))
     return replace(decision, cost=chosen, most_matched_tokens=most, considered=(given, views))
 
 
@@ -204,7 +204,7 @@ def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:
 
 
 def _reason(given: PickInput, view: EndpointView, chosen: CandidateCost, costs: Sequence[CandidateCost],
-            most: int) -> Reason:
+            *, most: int) -> Reason:
     if given.excluded:
         return "retry"
     if given.matches is None or view.knowledge is Knowledge.NONE:
