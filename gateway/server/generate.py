@@ -42,7 +42,7 @@ from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.answering import Answering, Beginning, Taken
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
 from gateway.server.foreign import Way, errors_of, set_way_back, way_back
-from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRoute
+from gateway.server.generate_route import CHAT, COMPLETIONS, EMBEDDINGS, FOREIGN, GenerateRoute
 from gateway.server.http import CLIENT_CLOSED_REQUEST, Routes, read_body, request_id_of
 from gateway.server.migration import (
     MIGRATION_HEADER,
@@ -133,6 +133,10 @@ class Generate:
     async def completions(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
         """POST /v1/completions."""
         return await self._serve(request, COMPLETIONS, routes.common_headers(request))
+
+    async def embeddings(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
+        """POST /v1/embeddings."""
+        return await self._serve(request, EMBEDDINGS, routes.common_headers(request))
 
     async def foreign(self, request: BaseRequest, routes: Routes, api: ForeignApi) -> web.StreamResponse:
         """POST /v1/messages and /v1/responses: chat requests in other words."""
@@ -233,7 +237,7 @@ class Generate:
         adapter_keys = self._table.adapter_keys(parsed.model)
         prepared = await self._prompt_work.prepare(
             reference.renderer, parsed, num_body_bytes=len(body),
-            schemes=() if parsed.scores_prompt else self._dispatcher.schemes(parsed.model),
+            schemes=() if parsed.is_uncached else self._dispatcher.schemes(parsed.model),
             salt_of=lambda prompts: self._access.salt(
                 tenant, parsed.cache_salt, reference.renderer, prompts).beside(adapter_keys),
             scope=tenant.sharing_group.hex() + "/" + (parsed.cache_salt or ""),

@@ -136,7 +136,7 @@ class SequenceOutput:
     `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
     which is the last of `token_ids`), "length", "abort", "error" (`error` says why, `error_param` which field of the
     request is to blame, if one is); None while it runs. `prompt_scores`, with the first output where they were asked
-    for: of every prompt token but the first.
+    for: of every prompt token but the first. `embedding`, likewise: the mean of the prompt's last hidden states.
     """
 
     request_id: str
@@ -149,6 +149,7 @@ class SequenceOutput:
     error: str | None = None
     error_param: str | None = None
     prompt_scores: list[ScoredToken] | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

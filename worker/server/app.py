@@ -54,6 +54,7 @@ def build_app(shell: Shell) -> web.Application:
     app[SHELL] = shell
     app.router.add_post("/v1/chat/completions", handlers.chat_completions)
     app.router.add_post("/v1/completions", handlers.completions)
+    app.router.add_post("/v1/embeddings", handlers.embeddings)
     for path in FOREIGN:
         app.router.add_post(path, handlers.foreign)
     app.router.add_post(COUNT_TOKENS.path, model_routes.count_tokens)
