@@ -32,7 +32,7 @@ from gateway.server.access import Access
 from gateway.server.admin_token import AdminToken
 from gateway.server.attendance import Attendance, SharedAttendance, beat_for_ever
 from gateway.server.connections import ConnectionLimits, GuardedServer
-from gateway.server.dispatch import Dispatcher
+from gateway.server.dispatch import BetTtl, Dispatcher
 from gateway.server.doorkeeper import Door, Doorkeeper
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
@@ -93,7 +93,7 @@ class Gateway:
                               metrics=self.state.metrics.render if self._together is None
                               else self._together.whole_metrics_now)
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
-                                speculative_ttl_s=config.speculative_ttl_s,
+                                bet_ttl=BetTtl(config.speculative_ttl_s, config.approximate_ttl_s),
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
                                 notes=None if membership is None else membership.notes)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
