@@ -71,6 +71,10 @@ class Joining:
         """How to tokenise for this model; None before its first worker joined."""
         return self._references.get(model)
 
+    def references(self) -> dict[str, ModelReference]:
+        """Every model's."""
+        return dict(self._references)
+
     async def join(self, worker: HeadstartWorker, report: WorkerReport) -> Joined:
         """Fetch its files, compare, probe. Raises what HeadstartWorker raises."""
         self.left(worker.worker.endpoint_id)  # whatever its former life agreed with

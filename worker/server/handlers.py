@@ -21,11 +21,11 @@ from worker.prompt.requests import CompletionRequest
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
-from worker.protocol.told_tokens import encode_told
+from worker.protocol.told_tokens import encode_told, tell_behind
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import ChoiceDelta, Generation
-from worker.server.intake import CHAT, COMPLETIONS, Admission, Body, Route, admit
+from worker.server.intake import CHAT, COMPLETIONS, Admission, Route, admit
 from worker.server.openai_format import (
     ChatFormat,
     CompletionFormat,
@@ -56,7 +56,7 @@ async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
             layout = _format(shell, generation, admission, route)
             if admission.body.stream:
                 return await _stream(request, generation, layout, admission)
-            return await _whole(generation, layout, admission.body)
+            return await _whole(generation, layout, admission)
 
 
 @asynccontextmanager
@@ -135,7 +135,8 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
     return layout
 
 
-async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> web.Response:
+async def _whole(generation: Generation, layout: ResponseFormat, admission: Admission) -> web.Response:
+    body = admission.body
     choices = [FullChoice() for _ in generation.detokenizers]
     while deltas := await generation.next_deltas():
         for delta in deltas:
@@ -143,8 +144,11 @@ async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> 
     if body.num_candidates > body.n:
         choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
-    return web.Response(body=orjson.dumps(layout.full(choices, account)), content_type="application/json",
-                        headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
+    headers, answer = {CACHED_TOKENS_HEADER: str(account.cached_tokens)}, orjson.dumps(layout.full(choices, account))
+    if admission.tells_token_ids:
+        told, answer = tell_behind(answer, [choice.token_ids for choice in choices])
+        headers |= told
+    return web.Response(body=answer, content_type="application/json", headers=headers)
 
 
 async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,
