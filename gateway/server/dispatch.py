@@ -34,6 +34,7 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 4
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
+_NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,8 @@ class Dispatcher:
             endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model,
-            excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
-            context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
+            excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
+            context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
             random_ratio=random.random(), turn=next(self._turns))
         decision = self._policy(given)
@@ -183,7 +184,8 @@ class Dispatcher:
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight
-        return frozenset(endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most)
+        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most]
+        return frozenset(full) if full else _NOBODY
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
              address: Callable[[Endpoint], UpstreamRequest]) -> Placement:
@@ -284,6 +286,11 @@ class Choosing:
         record.cacheable_tokens = max((cost.matched_tokens for cost in decision.candidates),
                                       default=decision.matched_tokens) if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
+
+
+def _all_of(*parts: frozenset[str]) -> frozenset[str]:
+    """Their union; mostly all are empty."""
+    return _NOBODY.union(*parts) if any(parts) else _NOBODY
 
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:

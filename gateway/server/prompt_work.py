@@ -50,7 +50,12 @@ class PreparedPrompt:
     @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(map(len, self.prompts))
+        return len(self.prompts[0]) if len(self.prompts) == 1 else sum(map(len, self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return len(self.prompts[0]) if len(self.prompts) == 1 else max(map(len, self.prompts))
 
 
 class _Task(NamedTuple):

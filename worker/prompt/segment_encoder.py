@@ -19,7 +19,7 @@ from worker.prompt.reply_stretches import StretchKey
 from worker.prompt.segment_memory import SegmentMemory
 
 SEGMENT_BYTES_MAX = 32 << 20    # per model
-LONG_CHARS = 1024
+LONG_CHARS = 2048    # below, to look for a known beginning costs more than it saves
 
 Parts = Sequence["str | array[int]"]
 Encode = Callable[[Sequence[str]], "list[array[int]]"]     # quoted: Python 3.11 cannot subscript array

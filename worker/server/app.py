@@ -17,11 +17,13 @@ from aiohttp import web
 from worker.config import WorkerConfig
 from worker.engine.engine_client import EngineClient
 from worker.engine.engine_config import EngineConfig
+from worker.prompt.messages_body import COUNT_TOKENS
 from worker.protocol.http_mistakes import PrivateAppRunner
 from worker.protocol.logs import configure_logging, get_logger
 from worker.server import handlers, kv_routes, model_routes, ops_routes
 from worker.server.error_middleware import error_middleware
 from worker.server.events_publisher import EventsPublisher, PortTakenError
+from worker.server.intake import FOREIGN
 from worker.server.shell import SHELL, Shell
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -52,6 +54,9 @@ def build_app(shell: Shell) -> web.Application:
     app[SHELL] = shell
     app.router.add_post("/v1/chat/completions", handlers.chat_completions)
     app.router.add_post("/v1/completions", handlers.completions)
+    for path in FOREIGN:
+        app.router.add_post(path, handlers.foreign)
+    app.router.add_post(COUNT_TOKENS.path, model_routes.count_tokens)
     app.router.add_get("/v1/models", model_routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", model_routes.get_model)
     app.router.add_post("/tokenize", model_routes.tokenize)
@@ -83,7 +88,8 @@ def engine_config(config: WorkerConfig) -> EngineConfig:
         kv_dtype=config.kv_dtype, exactness=config.exactness, kv_cache=config.kv_cache, threads=threads,
         device=config.device, hash_seed=hash_seed, chat_template=config.chat_template,
         max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting,
-        max_context=config.max_context, cache_dir=config.cache_dir)
+        max_context=config.max_context, target_itl_ms=config.target_itl_ms, batching=config.batching,
+        cache_dir=config.cache_dir)
 
 
 async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
@@ -104,8 +110,11 @@ async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
 
 
 async def _until_stopped(shell: Shell, stop: _StopSignals) -> int:
-    """Wait for the first of: the engine's end, SIGTERM (finish what runs), SIGINT (now)."""
+    """Wait for the first of: the engine's end, SIGTERM (be seen to leave, then finish what runs), SIGINT (now)."""
     await _first_of(shell.failed, stop.drain, stop.now)
+    if stop.drain.is_set() and shell.leave():
+        _log.info("leaving", delay_s=shell.config.drain_delay_s)
+        await _first_of(shell.failed, stop.now, timeout_s=shell.config.drain_delay_s)
     if shell.failure is None:
         shell.drain()
         _log.info("draining", requests=len(shell.requests), limit_s=shell.config.drain_s)
