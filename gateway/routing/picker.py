@@ -18,12 +18,12 @@ from typing import Literal
 from gateway.routing.cost import CandidateCost, Work, assumed_rates, candidate_cost
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
+from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 from gateway.routing.prefix_index import NO_MATCH, Match
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
 Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "excluded"]
 
-DEFAULT_OUTPUT_TOKENS = 128
 # Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
 TIE_RATIO = 0.01
 TIE_S = 1e-6
@@ -36,7 +36,8 @@ class PickInput:
     `matches` None: the prompt could not be hashed, so nothing is known about caches. `excluded` are endpoints that
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
-    `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1).
+    `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now` and `shared_ratio` are for
+    cost.Work.
     """
 
     endpoints: Sequence[EndpointView]
@@ -50,6 +51,8 @@ class PickInput:
     random_ratio: float = 0.0
     turn: int = 0
     context_tokens: int = 0
+    now: float = 0.0
+    shared_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def _long_enough(views: list[EndpointView], context_tokens: int) -> list[Endpoin
 def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[CandidateCost]:
     """The cost on each of `views`, in their order."""
     rates = assumed_rates(views)
-    work = Work(given.prompt_tokens, given.expected_output_tokens)
+    work = Work(given.prompt_tokens, given.expected_output_tokens, given.now, given.shared_ratio)
     session, matches, loads = given.session_endpoint_id, given.matches or {}, given.loads
     return [candidate_cost(view, matches.get(view.endpoint_id, NO_MATCH), loads.get(view.endpoint_id, NO_LOAD), work,
                            rates=rates, in_session=view.endpoint_id == session) for view in views]

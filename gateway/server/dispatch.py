@@ -19,8 +19,9 @@ from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTa
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
-from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
-from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
+from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.output_length import OutputLength
+from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
@@ -131,6 +132,7 @@ class Dispatcher:
         self._max_inflight = max_inflight
         self._breakers = breakers
         self._turns = itertools.count()
+        self._outputs = OutputLength()
         self._notes = notes
         if notes is not None:
             notes.on_bet = self._bet_was_placed
@@ -162,8 +164,9 @@ class Dispatcher:
             loads=loads, model=prompt.model,
             excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
             context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
-            expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
-            random_ratio=random.random(), turn=next(self._turns))
+            expected_output_tokens=self._outputs.expected(prompt.model, prompt.max_tokens),
+            random_ratio=random.random(), turn=next(self._turns), now=time.monotonic(),
+            shared_ratio=self._ledger.shared_ratio)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             decision = self._policy(replace(given, excluded=excluded))  # a full or doubtful one is better than none
@@ -176,6 +179,11 @@ class Dispatcher:
         """Until the best worker would send the first byte; None when none can take it."""
         decision = self.decide(prompt, frozenset())
         return None if isinstance(decision, NoEndpoint) else _expected_prefill_s(decision)
+
+    def answered(self, record: RequestRecord) -> None:
+        """A request has ended: what it generated says how long answers of its model are."""
+        if record.outcome == "ok" and record.model is not None and record.completion_tokens:
+            self._outputs.observe(record.model, record.completion_tokens)
 
     def is_overbooked(self, placement: Placement) -> bool:
         """Whether another process of this gateway booked the worker's last place in the same moment."""
@@ -196,7 +204,8 @@ class Dispatcher:
         others = prompt.prepared.num_tokens - prompt.num_prompt_tokens
         booking = self._ledger.book(decision.endpoint_id, decision.epoch,
                                     prefill_tokens=decision.uncached_tokens + others,
-                                    context_tokens=prompt.prepared.num_tokens)
+                                    context_tokens=prompt.prepared.num_tokens,
+                                    footprint=self._footprint(endpoint, prompt, decision))
         prefill_s = _expected_prefill_s(decision)
         bet = self._bet(endpoint, prompt.prepared, prefill_s)
         # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
@@ -206,6 +215,12 @@ class Dispatcher:
         return Placement(endpoint, decision, booking, upstream_request=upstream_request, prefill_timer=timer,
                          is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers,
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
+
+    def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision) -> Footprint:
+        chain = prompt.prepared.hashes.get(endpoint.scheme) if endpoint.scheme is not None else None
+        matched_blocks = decision.matched_tokens // endpoint.scheme.block_size if chain and endpoint.scheme else 0
+        return Footprint(chain or (), matched_blocks, decision.matched_tokens,
+                         self._outputs.expected(prompt.model, prompt.max_tokens), time.monotonic())
 
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:
         report = endpoint.report
@@ -297,7 +312,7 @@ def _expected_prefill_s(decision: RoutingDecision) -> float:
     """Until the chosen worker should have computed the prompt, behind what waits there; 0 without a computed cost."""
     for cost in decision.candidates:
         if cost.endpoint_id == decision.endpoint_id:
-            return min(cost.queue_s + cost.prefill_s, EXPECTED_PREFILL_MAX_S)
+            return min(cost.first_token_s, EXPECTED_PREFILL_MAX_S)
     return 0.0
 
 

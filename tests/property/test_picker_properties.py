@@ -18,7 +18,7 @@ from gateway.routing.prefix_index import Match
 counts = st.integers(0, 64)
 tokens = st.integers(0, 100_000)
 ratios = st.floats(0, 1, exclude_max=True)
-loads = st.builds(LoadView, counts, tokens, tokens)
+loads = st.builds(LoadView, counts, tokens, tokens, counts, tokens, st.floats(0, 1000))
 matches = st.builds(Match, st.integers(0, 400), st.integers(0, 50))
 views = st.builds(
     EndpointView, endpoint_id=st.sampled_from("abcdefgh"), epoch=st.just("1"), models=st.just(frozenset({"m"})),
@@ -27,7 +27,7 @@ views = st.builds(
     decode_step_s=st.sampled_from([0.0, 0.01, 0.06]), blocks_total=st.sampled_from([0, 1000]),
     blocks_free=st.integers(0, 1000), blocks_cached=st.integers(0, 1000), num_running=counts, num_waiting=counts,
     waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
-    price_s=st.floats(-10, 10))
+    held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10))
 fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
 inputs = st.builds(
     PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
@@ -78,7 +78,8 @@ def test_the_choice_is_within_a_tie_of_the_cheapest_and_explains_itself(given_: 
 
 
 def terms(cost: CandidateCost) -> tuple[float, ...]:
-    return (cost.prefill_s, cost.queue_s, cost.decode_s, cost.stall_s, cost.memory_s, cost.price_s, -cost.session_s)
+    return (cost.prefill_s, cost.queue_s, cost.steps_s, cost.room_s, cost.others_s, cost.evict_s, cost.price_s,
+            -cost.session_s)
 
 
 @settings(max_examples=80, deadline=None)
@@ -95,10 +96,10 @@ def test_the_order_of_endpoints_changes_no_cost(given_: PickInput) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(view=views, match=matches, load=loads, work=st.builds(Work, st.integers(1, 20_000), st.integers(0, 4096)),
-       more=st.integers(1, 1000))
+@given(view=views, match=matches, load=loads, more=st.integers(1, 1000),
+       work=st.builds(Work, st.integers(1, 20_000), st.integers(0, 4096), st.just(0.0), ratios))
 def test_more_cache_never_costs_more_and_more_load_never_costs_less(
-        view: EndpointView, match: Match, load: LoadView, work: Work, more: int) -> None:
+        view: EndpointView, match: Match, load: LoadView, more: int, work: Work) -> None:
     def total(view: EndpointView, match: Match, load: LoadView) -> float:
         return candidate_cost(view, match, load, work, rates=Rates()).total_s
 
@@ -109,4 +110,5 @@ def test_more_cache_never_costs_more_and_more_load_never_costs_less(
     assert total(view, match, load._replace(queued_prefill_tokens=load.queued_prefill_tokens + more)) >= base - slack
     longer_queue = replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more)
     assert total(longer_queue, match, load) >= base - slack
+    assert total(view, match, load._replace(held_tokens=load.held_tokens + more)) >= base - slack
     assert total(replace(view, blocks_free=view.blocks_free + more), match, load) <= base + slack
