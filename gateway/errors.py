@@ -52,10 +52,6 @@ def method_not_allowed(method: str, path: str, allowed: Iterable[str]) -> ApiErr
                     headers={"Allow": verbs})
 
 
-def not_served(path: str) -> ApiError:
-    return ApiError(501, "not_served", f"{path} is not served by this version; use /v1/chat/completions.")
-
-
 def no_api_key() -> ApiError:
     return ApiError(401, "unauthenticated", "Send a valid API key as `Authorization: Bearer KEY`.",
                     headers={"WWW-Authenticate": "Bearer"})

@@ -10,11 +10,13 @@ import hashlib
 import hmac
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 
 from worker.protocol.api_error import invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 
 BODY_FIELD = "cache_salt"
+SALTS_REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class CacheSalt:
 NO_SALT = CacheSalt((), None)
 
 
+@lru_cache(SALTS_REMEMBERED)
 def cache_salt_of(body_salt: str | None, secret: str, *, sharing_group: bytes = b"", is_internal: bool = True,
                   salt_from: int = 0) -> CacheSalt:
     """The salt of one request. An empty `sharing_group` means that there is one tenant: then nothing is salted unless

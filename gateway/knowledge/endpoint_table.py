@@ -47,6 +47,12 @@ class FeedStatus:
     detail: str = ""
 
 
+class _Changes:
+    """How often a field of any endpoint has been set: what was derived from them holds for as long as this does."""
+
+    count = 0
+
+
 @dataclass(slots=True)
 class Endpoint:
     """One worker. `report` is its last GET /kv; None until it answered once.
@@ -65,6 +71,12 @@ class Endpoint:
     parity: ParityReport | None = None
     feed: FeedStatus = field(default_factory=FeedStatus)
     detail: str = "not reached yet"
+    _view_key: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    _view: EndpointView | None = field(default=None, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        _Changes.count += 1
 
     @property
     def endpoint_id(self) -> str:
@@ -112,7 +124,10 @@ class Endpoint:
         num_ended = max(0, before.num_inflight - own_load.num_inflight)
         prefill_done = max(0, before.queued_prefill_tokens - own_load.queued_prefill_tokens)
         context_gone = max(0, before.decode_context_tokens - own_load.decode_context_tokens)
-        return EndpointView(
+        key = (num_ended, prefill_done, context_gone, self.feed.in_sequence, _Changes.count)
+        if self._view is not None and self._view_key == key:
+            return self._view
+        view = EndpointView(
             endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model,)),
             ready=self.state is not EndpointState.UNREADY,
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
@@ -125,6 +140,9 @@ class Endpoint:
             running_prefill_tokens=max(0, load.running_prefill_tokens
                                        - max(0, prefill_done - load.waiting_prefill_tokens)),
             decode_context_tokens=max(0, load.decode_context_tokens - context_gone))
+        object.__setattr__(self, "_view", view)  # remembered, which is no change
+        object.__setattr__(self, "_view_key", key)
+        return view
 
     @property
     def kv_usage_ratio(self) -> float:
@@ -138,6 +156,8 @@ class EndpointTable:
 
     def __init__(self, workers: tuple[DiscoveredWorker, ...]) -> None:
         self._endpoints = {worker.endpoint_id: Endpoint(worker) for worker in workers}
+        self._serving: dict[str, list[Endpoint]] = {}  # for models that are served
+        self._serving_at = -1
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
@@ -148,13 +168,29 @@ class EndpointTable:
 
     def serving(self, model: str) -> list[Endpoint]:
         """Who may take a new request for this model: the ready ones, or failing those the incompatible ones."""
-        ours = [endpoint for endpoint in self if endpoint.model == model]
-        ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
-        return ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
+        if self._serving_at != _Changes.count:
+            self._serving_at = _Changes.count
+            self._serving.clear()
+        serving = self._serving.get(model)
+        if serving is None:
+            ours = [endpoint for endpoint in self if endpoint.model == model]
+            ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
+            serving = ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
+            if serving:
+                self._serving[model] = serving
+        return list(serving)
 
     def joined(self, model: str) -> list[Endpoint]:
         """Every worker of this model that has been understood, in whatever state it is now."""
         return [endpoint for endpoint in self if endpoint.model == model and endpoint.epoch is not None]
+
+    def knows(self, model: str) -> bool:
+        """Whether some worker has been seen to serve this model."""
+        for endpoint in self._endpoints.values():
+            report = endpoint.report
+            if report is not None and report.model == model:
+                return True
+        return False
 
     def models(self) -> list[str]:
         """Names of the models that some worker has been seen to serve."""

@@ -90,35 +90,53 @@ async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float
                        timeout_reason: str = TIMEOUT) -> FirstAnswer:
     """Send to one worker and await its first body bytes; AttemptFailed when the answer is not one for the client."""
     worker_id = attempt.endpoint_id
-    opening = asyncio.create_task(_open(upstream, attempt.upstream_request))
     try:
-        async with asyncio.timeout(timeout_s):
-            response, chunk = await _unless_lost(opening, attempt)
-    except TimeoutError as late:
-        raise AttemptFailed(timeout_reason, errors.worker_timeout(
-            f"Worker {worker_id} sent nothing for {timeout_s:g} s."), retryable=False) from late
+        async with _Lookout(attempt, timeout_s, timeout_reason):
+            response, chunk = await _open(upstream, attempt.upstream_request)
     except UpstreamFailure as failure:
         lost = errors.worker_failed(f"Worker {worker_id} could not be reached ({failure.kind.value}).")
         raise AttemptFailed(failure.kind.value, lost, same_worker=failure.kind is FailureKind.RESET) from failure
     return await _judge(worker_id, response, chunk)
 
 
-async def _unless_lost(opening: asyncio.Task[Opened], attempt: Attempt) -> Opened:
-    try:
-        while not (await asyncio.wait({opening}, timeout=LOST_LOOK_S))[0]:
-            if attempt.is_lost():
-                raise AttemptFailed("unready", errors.worker_failed(
-                    f"Worker {attempt.endpoint_id} stopped answering."))
-        return opening.result()
-    except BaseException:
-        opening.add_done_callback(_close_unwanted)
-        opening.cancel()
-        raise
+class _Lookout:
+    """While its block waits for a worker: every LOST_LOOK_S, is the worker lost or the time over? One timer, and no
+    task beside the one that waits. Then the block ends in AttemptFailed; a cancellation from outside passes through.
+    """
 
+    def __init__(self, attempt: Attempt, timeout_s: float, timeout_reason: str) -> None:
+        self._attempt = attempt
+        self._timeout_reason = timeout_reason
+        self._timeout_s = timeout_s
+        self._failure: AttemptFailed | None = None
 
-def _close_unwanted(opening: asyncio.Task[Opened]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result()[0].close()
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "requests are answered in tasks"
+        self._task, self._loop = task, asyncio.get_running_loop()
+        self._cancelling = task.cancelling()
+        self._due_at = self._loop.time() + self._timeout_s
+        self._timer = self._loop.call_later(min(LOST_LOOK_S, self._timeout_s), self._look)
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._failure is None:
+            return
+        is_ours_alone = self._task.uncancel() <= self._cancelling
+        if is_ours_alone and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise self._failure
+
+    def _look(self) -> None:
+        worker_id, left_s = self._attempt.endpoint_id, self._due_at - self._loop.time()
+        if left_s <= 0:
+            self._failure = AttemptFailed(self._timeout_reason, errors.worker_timeout(
+                f"Worker {worker_id} sent nothing for {self._timeout_s:g} s."), retryable=False)
+        elif self._attempt.is_lost():
+            self._failure = AttemptFailed("unready", errors.worker_failed(f"Worker {worker_id} stopped answering."))
+        else:
+            self._timer = self._loop.call_later(min(LOST_LOOK_S, left_s), self._look)
+            return
+        self._task.cancel()
 
 
 async def _open(upstream: Upstream, request: UpstreamRequest) -> Opened:

@@ -49,4 +49,5 @@ def upstream_request(intake: Intake, endpoint: Endpoint, request: BaseRequest, *
     headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     if endpoint.worker.api_key:
         headers["Authorization"] = f"Bearer {endpoint.worker.api_key}"
-    return UpstreamRequest(endpoint.worker.url + intake.route.path, headers, body, endpoint.worker.ssl_context)
+    url = endpoint.worker.url + intake.route.upstream_path
+    return UpstreamRequest(url, headers, body, endpoint.worker.ssl_context)

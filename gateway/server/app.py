@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import math
 import signal
@@ -47,6 +48,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 IDLE_POLL_S = 0.05
 RETIRE_LINGER_S = 1.0
 STOP_GRACE_S = 2.0
+GC_THRESHOLDS = (10_000, 20, 50)
 _log = get_logger(__name__)
 
 
@@ -144,6 +146,7 @@ class Gateway:
         self._generate.cut_short()
         for runner in self._runners:
             await runner.cleanup()
+        self._generate.close()
         await self._poll.aclose()
         if self._together is not None:
             await self._together.aclose()
@@ -229,6 +232,13 @@ class Gateway:
             self._together.leaving()
 
 
+def _spare_collections() -> None:
+    """What is alive now stays: the collector need not look at it again, nor look as often as in a script."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
 def run(config: GatewayConfig, membership: Membership | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status (0 drained, 2 bad configuration or a port in use)."""
     configure_logging(config.log_format, config.log_level)
@@ -245,6 +255,7 @@ async def _serve(config: GatewayConfig, membership: Membership | None) -> int:
     gateway, signals = Gateway(config, membership), _Signals()
     try:
         await gateway.start()
+        _spare_collections()
         if config.keys_file is not None or membership is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.state.access.reload)
         await signals.first.wait()

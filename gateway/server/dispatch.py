@@ -158,7 +158,7 @@ class Dispatcher:
         given = PickInput(
             endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
-            loads=loads, model=prompt.model, 
+            loads=loads, model=prompt.model,
             excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
             context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
             expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: one request's life in eight steps.
+"""POST /v1/chat/completions, /v1/completions, and the APIs that become chat: one request's life in eight steps.
 
 read - parse - tokenise and hash - match, pick, book - open upstream (retrying elsewhere before the first byte) -
 relay - release - account. Owns the order of these steps and that the last two always happen.
@@ -25,6 +25,7 @@ from gateway.relay.relay import (
     ClientLeft,
     RelayLimits,
     Watch,
+    Write,
     end_stream,
     pass_stream,
     read_whole,
@@ -40,6 +41,8 @@ from gateway.server.addressing import ChoiceToResume, upstream_request
 from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.answering import Answering, Beginning, Taken
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
+from gateway.server.foreign import Way, errors_of, set_way_back, way_back
+from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRoute
 from gateway.server.http import CLIENT_CLOSED_REQUEST, Routes, read_body, request_id_of
 from gateway.server.migration import (
     MIGRATION_HEADER,
@@ -52,9 +55,10 @@ from gateway.server.migration import (
 from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
+from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from worker.prompt.requests import parse_chat, parse_completion
+from worker.prompt.foreign_api import ForeignApi
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
@@ -70,19 +74,6 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRoute:
-    """One generating route and how its body is read."""
-
-    path: str
-    parse: Callable[[bytes], PromptRequest]
-    prompt_param: str
-
-
-CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
-COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
-
-
-@dataclass(frozen=True, slots=True)
 class Intake:
     """A request that has been read and checked, ready to be routed."""
 
@@ -91,6 +82,7 @@ class Intake:
     parsed: PromptRequest
     routed: RoutedPrompt
     tenant: Tenant
+    way_back: Way | None = None
 
 
 class Generate:
@@ -113,6 +105,7 @@ class Generate:
                                   limits=MigrationLimits(
                                       self._limits, self._config.max_migrations, self._config.max_retries + 1,
                                       self._config.first_byte_timeout_s))
+        self._request_log = RequestLog(__name__)
         self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
@@ -128,6 +121,10 @@ class Generate:
         for task in self._tasks:
             task.cancel()
 
+    def close(self) -> None:
+        """Write what has not been logged yet."""
+        self._request_log.flush()
+
     async def chat(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         return await self._serve(request, CHAT, routes.common_headers(request))
@@ -135,6 +132,11 @@ class Generate:
     async def completions(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
         """POST /v1/completions."""
         return await self._serve(request, COMPLETIONS, routes.common_headers(request))
+
+    async def foreign(self, request: BaseRequest, routes: Routes, api: ForeignApi) -> web.StreamResponse:
+        """POST /v1/messages and /v1/responses: chat requests in other words."""
+        with errors_of(api):
+            return await self._serve(request, FOREIGN[api.path], routes.common_headers(request))
 
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
@@ -164,7 +166,7 @@ class Generate:
             self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
-            _log.info("request", **record.log_fields(duration_s))
+            self._request_log.add(record, duration_s)
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
                       headers: Mapping[str, str]) -> web.StreamResponse:
@@ -174,6 +176,8 @@ class Generate:
             visit.set_deadline(request.headers.get(DEADLINE_HEADER))
             may_move = wants_migration(request.headers.get(MIGRATION_HEADER))
             intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
+            if intake.way_back is not None:
+                set_way_back(request, intake.way_back)
             await visit.turn(self._ask(intake))
             return await self._from_a_worker(request, intake, Answering(
                 record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move,
@@ -193,7 +197,7 @@ class Generate:
                     walk.failed(taken.placement.endpoint_id, failure)
         except AttemptFailed as failure:
             self._suspect_last(record, failure)
-            return _last_word(failure, record)
+            return _last_word(failure, record, way_back(request))
 
     async def _from_one(self, request: BaseRequest, intake: Intake, answering: Answering,
                         taken: Taken) -> web.StreamResponse:
@@ -216,8 +220,9 @@ class Generate:
     async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant) -> Intake:
         """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
         began_at = time.perf_counter()
-        parsed = await self._prompt_work.run(len(body) if len(body) > ON_LOOP_PARSE_BYTES else 0,
-                                             lambda: route.parse(body))
+        given = body
+        body, parsed, way = await self._prompt_work.run(len(given) if len(given) > ON_LOOP_PARSE_BYTES else 0,
+                                                        lambda: route.read(given))
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
@@ -231,7 +236,7 @@ class Generate:
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
-        return Intake(route, body, parsed, routed, tenant)
+        return Intake(route, body, parsed, routed, tenant, way)
 
     def _ask(self, intake: Intake) -> Ask:
         prompt, parsed = intake.routed, intake.parsed
@@ -280,7 +285,9 @@ class Generate:
         answer, placement = taken.answer, taken.placement
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
-        write = ClientStream(request, response).write
+        write: Write = ClientStream(request, response).write
+        if (way := way_back(request)) is not None:
+            write = way.writer(write, answering.record)
         transcript, scheme = Transcript() if tells_tokens(answer) else None, placement.endpoint.scheme
         may_move = answering.may_move and transcript is not None
         watch = replace(answering.watch, is_lost=placement.is_lost) if may_move else answering.watch
@@ -305,9 +312,11 @@ class Generate:
         record.outcome = "ok" if answer.response.status < 400 else "client_error"
         if answer.response.status < 400:
             placement.succeeded()
+        if is_complete and answer.response.status == 200:
+            record.reported(body_usage(body))
+        if (way := way_back(request)) is not None:
+            body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
         if is_complete:
-            if answer.response.status == 200:
-                record.reported(body_usage(body))
             return WholeResponse(answer.response.status, body, headers)
         response = web.StreamResponse(status=answer.response.status, headers=headers)
         await response.prepare(request)
@@ -333,7 +342,7 @@ class Generate:
                      reason=failure.reason, retries=record.retries)
 
 
-def _last_word(failure: AttemptFailed, record: RequestRecord) -> WholeResponse:
+def _last_word(failure: AttemptFailed, record: RequestRecord, way: Way | None) -> WholeResponse:
     """Nobody took the request: the last worker's own refusal as it came, or our error."""
     outcome = failure.outcome
     if isinstance(outcome, ApiError):
@@ -343,7 +352,8 @@ def _last_word(failure: AttemptFailed, record: RequestRecord) -> WholeResponse:
     headers = {"Content-Type": outcome.content_type}
     if outcome.retry_after is not None:
         headers["Retry-After"] = outcome.retry_after
-    return WholeResponse(outcome.status, outcome.body, headers)
+    body = outcome.body if way is None else way.whole(outcome.status, outcome.body, is_complete=True)
+    return WholeResponse(outcome.status, body, headers)
 
 
 def _count(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The client-facing routes besides generation: models, tokenising, and a clear word on what is not served yet.
+"""The client-facing routes besides generation: models, and how many tokens a text or conversation has.
 
 Owns: these answers' shapes (OpenAI's and vLLM's). Must never: speak to a worker.
 """
@@ -6,6 +6,7 @@ Owns: these answers' shapes (OpenAI's and vLLM's). Must never: speak to a worker
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,13 +17,13 @@ from gateway import errors
 from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
 from gateway.server.access import Access
+from gateway.server.foreign import COUNT_TOKENS, MESSAGES, RESPONSES, errors_of
 from gateway.server.generate import Generate
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.prompt_work import PromptWork
 from worker.prompt.requests import parse_detokenize, parse_tokenize
 
 MODELS_PREFIX = "/v1/models/"
-NOT_SERVED = ("/v1/responses", "/v1/messages", "/v1/embeddings")
 _STARTED_AT = int(time.time())
 
 
@@ -46,8 +47,9 @@ class ClientRoutes:
         routes.add_prefix("GET", MODELS_PREFIX, self._get_model)
         routes.add("POST", "/tokenize", self._tokenize)
         routes.add("POST", "/detokenize", self._detokenize)
-        for path in NOT_SERVED:
-            routes.add_refusal("POST", path, self._not_served)
+        for api in (MESSAGES, RESPONSES):
+            routes.add("POST", api.path, partial(self._generate.foreign, routes=routes, api=api))
+        routes.add("POST", COUNT_TOKENS.path, self._count_tokens)
 
     async def _list_models(self, request: BaseRequest) -> web.Response:
         tenant = self._access.tenant_of(request)
@@ -84,8 +86,16 @@ class ClientRoutes:
         text = await self._prompt_work.run(len(body), lambda: renderer.detokenize(parsed))
         return json_response({"prompt": text})
 
-    async def _not_served(self, request: BaseRequest) -> web.Response:
-        raise errors.not_served(self._routes.path_of(request))
+    async def _count_tokens(self, request: BaseRequest) -> web.Response:
+        """POST /v1/messages/count_tokens: what the same body would report as its input."""
+        with errors_of(COUNT_TOKENS):
+            tenant = self._access.tenant_of(request)
+            body = await read_body(request, self._max_body_bytes)
+            parsed = COUNT_TOKENS.read(body).parsed
+            tenant.check_model(parsed.model)
+            renderer = self._generate.reference(parsed.model, tenant).renderer
+            tokens = await self._prompt_work.run(len(body), lambda: renderer.chat(parsed))
+            return json_response({"input_tokens": len(tokens)})
 
     def _model_of(self, named: str | None, tenant: Tenant) -> str:
         """The model a helper route means: the named one, or the only one there is for this tenant."""

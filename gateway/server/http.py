@@ -124,7 +124,10 @@ class Routes:
 
     def _find(self, request: BaseRequest) -> Handler:
         path, method = self.path_of(request), request.method
-        handlers = dict(self._exact.get(path, {}))
+        handlers = self._exact.get(path, {})
+        if method in handlers:
+            return handlers[method]
+        handlers = dict(handlers)
         for prefix_method, prefix, handler in self._prefixes:
             if len(path) > len(prefix) and path.startswith(prefix):
                 handlers.setdefault(prefix_method, handler)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -24,6 +24,7 @@ from gateway.routing.endpoint import Knowledge
 from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.request_record import RequestRecord
+from gateway.server.tally import Buckets, Tally
 
 T = TypeVar("T")
 OTHER = "other"
@@ -42,31 +43,30 @@ class GatewayMetrics:
         registry = self._registry = CollectorRegistry()
         self._state = _StateCollector(table, index, ledger)
         registry.register(self._state)
-        self._requests = Counter("headstart_requests", "Requests answered.", ["route", "model", "code"],
-                                 registry=registry)
-        self._ttft = Histogram("headstart_time_to_first_token_seconds", "Request to first body byte.",
-                               buckets=_LATENCY_BUCKETS, registry=registry)
-        self._inter_token = Histogram("headstart_inter_token_seconds", "Mean gap between a stream's tokens.",
-                                      buckets=_LATENCY_BUCKETS, registry=registry)
-        self._duration = Histogram("headstart_request_duration_seconds", "Request to last byte.",
-                                   buckets=_LATENCY_BUCKETS, registry=registry)
-        self._overhead = Histogram("headstart_overhead_seconds", "Time spent in the gateway before sending upstream.",
-                                   ["stage"], buckets=_STAGE_BUCKETS, registry=registry)
-        self._prompt_tokens = Counter("headstart_prompt_tokens", "Prompt tokens of requests that a worker took.",
-                                      ["model"], registry=registry)
-        self._cached_tokens = Counter("headstart_cached_tokens", "Prompt tokens found in a worker's cache.",
-                                      ["model", "source"], registry=registry)
-        self._hit_error = Histogram("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
-                                    ["direction"], buckets=_TOKEN_BUCKETS, registry=registry)
-        self._session_cached = Counter("headstart_session_cached_tokens", "Of those cacheable, found.",
-                                       registry=registry)
-        self._session_cacheable = Counter("headstart_session_cacheable_tokens",
-                                          "Known prefix tokens of requests that continue one.", registry=registry)
+        self._requests = Tally("headstart_requests", "Requests answered.", ["route", "model", "code"])
+        self._ttft = Buckets("headstart_time_to_first_token_seconds", "Request to first body byte.", _LATENCY_BUCKETS)
+        self._inter_token = Buckets("headstart_inter_token_seconds", "Mean gap between a stream's tokens.",
+                                    _LATENCY_BUCKETS)
+        self._duration = Buckets("headstart_request_duration_seconds", "Request to last byte.", _LATENCY_BUCKETS)
+        self._overhead = Buckets("headstart_overhead_seconds", "Time spent in the gateway before sending upstream.",
+                                 _STAGE_BUCKETS, ["stage"])
+        self._prompt_tokens = Tally("headstart_prompt_tokens", "Prompt tokens of requests that a worker took.",
+                                    ["model"])
+        self._cached_tokens = Tally("headstart_cached_tokens", "Prompt tokens found in a worker's cache.",
+                                    ["model", "source"])
+        self._hit_error = Buckets("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
+                                  _TOKEN_BUCKETS, ["direction"])
+        self._decisions = Tally("headstart_decisions", "Where requests went, and why.", ["worker", "reason"])
+        self._session_cached = Tally("headstart_session_cached_tokens", "Of those cacheable, found.")
+        self._session_cacheable = Tally("headstart_session_cacheable_tokens",
+                                        "Known prefix tokens of requests that continue one.")
+        for collector in (self._requests, self._ttft, self._inter_token, self._duration, self._overhead,
+                          self._prompt_tokens, self._cached_tokens, self._hit_error, self._decisions,
+                          self._session_cached, self._session_cacheable):
+            registry.register(collector)
         self._session_sums = [0, 0]
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
               registry=registry).set_function(self._session_hit_ratio)
-        self._decisions = Counter("headstart_decisions", "Where requests went, and why.", ["worker", "reason"],
-                                  registry=registry)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
                                 registry=registry)
         self._migrations = Counter("headstart_migrations", "Streams that lost their worker, and what became of them.",
@@ -124,14 +124,14 @@ class GatewayMetrics:
     def observe(self, record: RequestRecord, duration_s: float) -> None:
         """Count one finished request."""
         model = self.model_label(record.model)
-        self._requests.labels(record.route, model, str(record.status)).inc()
+        self._requests.add((record.route, model, str(record.status)))
         self._duration.observe(duration_s)
         for stage, seconds in record.stages.items():
-            self._overhead.labels(stage).observe(seconds)
+            self._overhead.observe(seconds, (stage,))
         for reason in record.retries:
             self._retries.labels(reason).inc()
         if record.worker_id is not None and record.reason is not None:
-            self._decisions.labels(record.worker_id, record.reason).inc()
+            self._decisions.add((record.worker_id, record.reason))
         if record.outcome == "client_left":
             self._disconnects.inc()
         if record.error is not None and (record.worker_id is None or record.status == 429):
@@ -146,18 +146,18 @@ class GatewayMetrics:
             self._broken_streams.labels(record.error or OTHER).inc()
         if record.inter_token_s is not None:
             self._inter_token.observe(record.inter_token_s)
-        self._prompt_tokens.labels(model).inc(record.prompt_tokens or 0)
-        self._cached_tokens.labels(model, "predicted").inc(record.matched_tokens or 0)
-        self._cached_tokens.labels(model, "reported").inc(record.cached_tokens or 0)
+        self._prompt_tokens.add((model,), record.prompt_tokens or 0)
+        self._cached_tokens.add((model, "predicted"), record.matched_tokens or 0)
+        self._cached_tokens.add((model, "reported"), record.cached_tokens or 0)
         if record.cacheable_tokens and record.cached_tokens is not None:
             found = min(record.cached_tokens, record.cacheable_tokens)
             self._session_sums[0] += found
             self._session_sums[1] += record.cacheable_tokens
-            self._session_cached.inc(found)
-            self._session_cacheable.inc(record.cacheable_tokens)
+            self._session_cached.add((), found)
+            self._session_cacheable.add((), record.cacheable_tokens)
         error = record.hit_error_tokens()
         if error is not None and error != 0:
-            self._hit_error.labels("over" if error > 0 else "under").observe(abs(error))
+            self._hit_error.observe(abs(error), ("over" if error > 0 else "under",))
 
     def _session_hit_ratio(self) -> float:
         cached, cacheable = self._session_sums
@@ -165,11 +165,11 @@ class GatewayMetrics:
 
     def model_label(self, model: str | None) -> str:
         """The model's name if a worker serves it, else `other`: clients cannot make series."""
-        return model if model is not None and model in self._table.models() else OTHER
+        return model if model is not None and self._table.knows(model) else OTHER
 
     def forget_worker(self, worker_id: str) -> None:
         """Drop the series of a worker that was removed."""
-        self._decisions.remove_by_labels({"worker": worker_id})
+        self._decisions.forget("worker", worker_id)
 
 
 class _StateCollector(Collector):

@@ -68,6 +68,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(
         "Completion, whole or as a stream.", "Completion", ("CompletionBody",), (*_BODY, *_GENERATE), _TENANT,
         streams=True, parameters=(_DEADLINE,)),
+    ("POST", "/v1/messages"): Operation(
+        "Anthropic's messages, whole or as a stream.", "AnthropicMessage", ("MessagesBody",), (*_BODY, *_GENERATE),
+        _TENANT, streams=True, parameters=(_DEADLINE,)),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "How many tokens such a body would use.", "InputTokens", ("CountBody",), (*_BODY, 401, 403, 404, 429, 503),
+        _TENANT),
+    ("POST", "/v1/responses"): Operation(
+        "OpenAI's responses, statelessly, whole or as a stream.", "OpenAIResponse", ("ResponsesBody",),
+        (*_BODY, *_GENERATE), _TENANT, streams=True, parameters=(_DEADLINE,)),
     ("GET", "/v1/models"): Operation("The models that are served.", "ModelList", errors=(401,), key=_TENANT),
     ("GET", "/v1/models/"): Operation("One model.", "Model", errors=(401, 403, 404, 503), key=_TENANT,
                                       path="/v1/models/{model}"),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from worker.prompt.messages import MAX_MESSAGES, MAX_TOOLS, ROLES
+from worker.prompt.messages_body import CountBody, MessagesBody
 from worker.prompt.request_schema import (
     MAX_PROMPTS,
     MAX_STOP_CHARS,
@@ -20,6 +21,7 @@ from worker.prompt.request_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from worker.prompt.responses_body import ResponsesBody
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{name}"
@@ -52,8 +54,9 @@ def components() -> Json:
 
 
 def _requests() -> Json:
-    _, found = msgspec.json.schema_components((ChatBody, CompletionBody, TokenizeBody, DetokenizeBody),
-                                              ref_template=_REF)
+    _, found = msgspec.json.schema_components((
+        ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody),
+        ref_template=_REF)
     for name in ("ChatBody", "CompletionBody", "TokenizeBody"):
         fields = found[name]["properties"]
         for refused in _REFUSED_FIELDS:
@@ -104,6 +107,12 @@ _ANSWERS: Json = {
     "Usage": _USAGE,
     "ChatCompletion": _object(_HEAD, created=_COUNT, model=_TEXT, usage=_nullable(ref("Usage"))),
     "Completion": _object(_HEAD, created=_COUNT, model=_TEXT, usage=_nullable(ref("Usage"))),
+    "AnthropicMessage": _object({"id": _TEXT, "type": {"const": "message"}, "role": {"const": "assistant"},
+                                 "content": _list_of({"type": "object"}), "usage": {"type": "object"}},
+                                model=_TEXT, stop_reason=_nullable(_TEXT), stop_sequence=_nullable(_TEXT)),
+    "InputTokens": _object({"input_tokens": _COUNT}),
+    "OpenAIResponse": _object({"id": _TEXT, "object": {"const": "response"}, "status": _TEXT,
+                               "output": _list_of({"type": "object"})}, usage=_nullable({"type": "object"})),
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list_of(ref("Model"))}),
     "Tokens": _object({"count": _COUNT, "tokens": _INTEGERS, "max_model_len": _nullable(_COUNT)},

@@ -17,7 +17,8 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
-from gateway.server.generate import CHAT, COMPLETIONS, Generate
+from gateway.server.generate import Generate
+from gateway.server.generate_route import CHAT, COMPLETIONS
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState

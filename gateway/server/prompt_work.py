@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from gateway.admission.cache_salt import CacheSalt
 from gateway.server.prompt_limit import PromptLimit
@@ -22,6 +22,9 @@ from worker.protocol.block_hash import HashScheme, block_hashes
 
 # Rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
 ON_LOOP_BODY_BYTES = 1024
+# What was seen before costs 2 ms a megabyte, so most turns of a conversation stay here too.
+ON_LOOP_KNOWN_BYTES = 128 * 1024
+ON_LOOP_NEW_CHARS = 2048
 NUM_THREADS = 2
 MAX_WAITING_PROMPTS = 1024
 
@@ -47,6 +50,17 @@ class PreparedPrompt:
         return sum(map(len, self.prompts))
 
 
+class _Task(NamedTuple):
+    """One request's prompt, and what is to be made of it."""
+
+    renderer: PromptRenderer
+    request: PromptRequest
+    schemes: tuple[HashScheme, ...]
+    salt_of: SaltOf
+    scope: str
+    limit: PromptLimit | None
+
+
 class PromptWork:
     """A small thread pool; tokenizers release the GIL in it."""
 
@@ -59,10 +73,21 @@ class PromptWork:
                       limit: PromptLimit | None = None) -> PreparedPrompt:
         """Render, tokenise and hash. ApiError 400 for what cannot be rendered or is longer than `limit`, 429 when
         too many wait already. `scope` names who may notice that a prompt's beginning was tokenised before."""
+        task = _Task(renderer, request, tuple(schemes), salt_of, scope, limit)
+        is_suspect = limit is not None and limit.is_suspect(num_body_bytes)
+        text = None
+        if (isinstance(request, ChatRequest) and not is_suspect
+                and ON_LOOP_BODY_BYTES < num_body_bytes <= ON_LOOP_KNOWN_BYTES):
+            began_at = time.perf_counter()
+            text = renderer.chat_text(request)
+            known = renderer.chat_packed_if_known(request, text, scope=scope, max_new_chars=ON_LOOP_NEW_CHARS)
+            if known is not None:
+                return _hashed(task, [known], began_at)
+
         def work() -> PreparedPrompt:
-            if limit is not None and limit.is_suspect(num_body_bytes):
+            if limit is not None and is_suspect:
                 limit.check_texts(_texts(renderer, request))
-            return _prepare(renderer, request, tuple(schemes), salt_of, scope=scope, limit=limit)
+            return _prepare(task, text)
 
         return await self.run(num_body_bytes, work)
 
@@ -90,15 +115,20 @@ def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
     return [prompt for prompt in request.prompts if isinstance(prompt, str)]
 
 
-def _prepare(renderer: PromptRenderer, request: PromptRequest, schemes: tuple[HashScheme, ...],
-             salt_of: SaltOf, *, scope: str, limit: PromptLimit | None) -> PreparedPrompt:
-    began_at = time.perf_counter()
+def _prepare(task: _Task, text: str | None) -> PreparedPrompt:
+    """`text`: the rendered prompt, if that has been done."""
+    renderer, request, scope, began_at = task.renderer, task.request, task.scope, time.perf_counter()
     # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
-    prompts: list[Sequence[int]] = ([renderer.chat_packed(request, scope=scope)] if isinstance(request, ChatRequest)
-                                    else [*renderer.completion(request, scope=scope)])
-    if limit is not None:
-        limit.check_prompts(prompts)
+    prompts: list[Sequence[int]] = (
+        [renderer.chat_packed(request, scope=scope, text=text)] if isinstance(request, ChatRequest)
+        else [*renderer.completion(request, scope=scope)])
+    return _hashed(task, prompts, began_at)
+
+
+def _hashed(task: _Task, prompts: list[Sequence[int]], began_at: float) -> PreparedPrompt:
+    if task.limit is not None:
+        task.limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()
-    salt = salt_of(prompts)
-    hashes = {scheme: block_hashes(prompts[0], scheme, salt.extra_keys) for scheme in schemes}
+    salt = task.salt_of(prompts)
+    hashes = {scheme: block_hashes(prompts[0], scheme, salt.extra_keys) for scheme in task.schemes}
     return PreparedPrompt(prompts, hashes, salt, tokenized_at - began_at, time.perf_counter() - tokenized_at)

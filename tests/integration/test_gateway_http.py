@@ -51,7 +51,6 @@ MISTAKES = [
     Mistake("too large", b" " * 70_000, 413, "body_too_large"),
     Mistake("unknown path", b"", 404, "not_found", path="/v2/chat"),
     Mistake("unknown method", b"", 405, "method_not_allowed", method="GET"),
-    Mistake("not served yet", b"{}", 501, "not_served", path="/v1/embeddings"),
 ]
 
 

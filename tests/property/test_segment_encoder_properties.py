@@ -84,6 +84,17 @@ def test_a_stretch_is_found_behind_whatever_stood_before_it() -> None:
     assert encoder.memory.num_missed == missed + 1
 
 
+def test_little_that_is_new_is_tokenised_at_once_and_much_is_left() -> None:
+    encoder = toy_encoder(1 << 20)
+    old, new = "<s>" + "a document " * 50 + "<e>", "<s>and a question<e>"
+    assert encoder.encode_if_known(old, "", 100) is None
+    encoder.encode_many([old])
+
+    assert encoder.encode_if_known(old + new, "", 14) == toy_ids(old + new)
+    assert encoder.encode_if_known(old + "<s>and another<e>", "", 5) is None
+    assert encoder.encode_if_known(old, "another scope", 100) is None
+
+
 def test_a_scope_never_sees_another() -> None:
     encoder = toy_encoder(1 << 20)
     encoder.encode_many(["<s>a secret<e>"], "one")

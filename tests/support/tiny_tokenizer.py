@@ -17,8 +17,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
     "+ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TOOL_TEMPLATE = ("{% if tools %}{{ 'Write <tool_call>{...}</tool_call>: ' + tools | tojson }}{% endif %}"
-                 + CHAT_TEMPLATE)
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ 'Write <tool_call>{...}</tool_call>: ' + tools | tojson }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 _CORPUS = [
     "the quick brown fox jumps over the lazy dog and the cat sat on the mat",
     "system user assistant you are a helpful assistant that answers questions about the weather",

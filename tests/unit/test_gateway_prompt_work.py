@@ -60,6 +60,9 @@ async def test_long_prompts_leave_the_event_loop_and_give_the_same_ids() -> None
     assert here.prompts == there.prompts
     threads = [await work.run(size, threading.current_thread)
                for size in (prompt_work.ON_LOOP_BODY_BYTES, prompt_work.ON_LOOP_BODY_BYTES + 1)]
+    again = await work.prepare(renderer, request, num_body_bytes=prompt_work.ON_LOOP_KNOWN_BYTES, schemes=[],
+                               salt_of=no_salt)
+    assert again.prompts == here.prompts
     assert threads[0] is threading.main_thread()
     assert threads[1].name.startswith("prompt")
     work.close()

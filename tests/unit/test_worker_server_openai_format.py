@@ -76,7 +76,7 @@ def test_a_delta_that_says_nothing_makes_no_chunk_unless_ids_were_asked_for(toke
 def test_usage_is_null_in_every_chunk_but_the_last(token_text: TokenText) -> None:
     layout = CompletionFormat(head(include_usage=True), token_text)
     assert layout.chunks(ChoiceDelta(0, "a", ids("a")))[0]["usage"] is None
-    last = layout.usage_chunk(ACCOUNT)
+    [last] = layout.ending(ACCOUNT)
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert "usage" not in CompletionFormat(head(), token_text).chunks(ChoiceDelta(0, "a", ids("a")))[0]

@@ -30,6 +30,7 @@ class StreamDetokenizer:
 
     `prompt_tail_ids`: the prompt's last ids, so that a leading space of the output is kept and a character begun in
     the prompt is completed. `min_tokens`: stop strings are not looked for in the text of that many first tokens.
+    `stop_string`: the one that was found.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, *, prompt_tail_ids: Sequence[int] = (),
@@ -40,6 +41,7 @@ class StreamDetokenizer:
         self._matcher = StopMatcher(stop) if stop else None
         self._num_exempt = min_tokens
         self._stopped = False
+        self.stop_string: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next ids. Once stopped, everything further is ignored (no text, no tokens used)."""
@@ -67,5 +69,5 @@ class StreamDetokenizer:
             self._num_exempt -= 1
             return text
         matched = self._matcher.push(text)
-        self._stopped = matched.stopped
+        self._stopped, self.stop_string = matched.stopped, matched.stop
         return matched.text

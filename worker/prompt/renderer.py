@@ -34,15 +34,26 @@ class PromptRenderer:
         """chat_packed() as a list."""
         return self.chat_packed(request, scope=scope).tolist()
 
-    def chat_packed(self, request: ChatRequest, *, scope: str = "") -> array[int]:
+    def chat_packed(self, request: ChatRequest, *, scope: str = "", text: str | None = None) -> array[int]:
         """The ids of a chat prompt as u32. `scope` names those who may notice that its beginning was seen before.
+        `text`: what chat_text() gave for it, if it has been called already.
 
         ApiError 400: no template, tools that it ignores, what the template refuses, ids out of the vocabulary.
         """
         self._check_logit_bias(request)
         # The template writes the special tokens itself.
-        token_ids = self.tokenizer.encode_packed(self.chat_text(request), add_special_tokens=False, scope=scope)
+        token_ids = self.tokenizer.encode_packed(self.chat_text(request) if text is None else text,
+                                                 add_special_tokens=False, scope=scope)
         self._check_ids(token_ids, "messages")
+        return token_ids
+
+    def chat_packed_if_known(self, request: ChatRequest, text: str, *, scope: str,
+                             max_new_chars: int) -> array[int] | None:
+        """chat_packed() in next to no time, or None: when more than so many characters of `text` are new."""
+        token_ids = self.tokenizer.encode_if_known(text, scope=scope, max_new_chars=max_new_chars)
+        if token_ids is not None:
+            self._check_logit_bias(request)
+            self._check_ids(token_ids, "messages")
         return token_ids
 
     def chat_text(self, request: ChatRequest | TokenizeRequest) -> str:

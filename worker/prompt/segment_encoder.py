@@ -45,6 +45,17 @@ class SegmentEncoder:
             self._add(new, scope, known)
         return [self._joined(parts, known) for parts in split_texts]
 
+    def encode_if_known(self, text: str, scope: str, max_new_chars: int) -> array[int] | None:
+        """The ids of a text of which no more than so many characters have to be tokenised; None when it is more."""
+        parts = self._split(text)
+        known: dict[str, array[int]] = {}
+        new = self._unknown(parts, scope, known)
+        if new:
+            if sum(map(len, new)) > max_new_chars:
+                return None
+            self._add(new, scope, known)
+        return self._joined(parts, known)
+
     def _unknown(self, parts: Sequence[str], scope: str, known: dict[str, array[int]]) -> list[str]:
         """The stretches that have to be tokenised; `known` is given the ids of the others."""
         new = []

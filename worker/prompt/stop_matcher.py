@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 
 class Matched(NamedTuple):
-    """Text that is safe to send. `stopped`: a stop string follows it; nothing after it counts."""
+    """Text that is safe to send. `stopped`: a stop string, `stop`, follows it; nothing after it counts."""
 
     text: str
     stopped: bool
+    stop: str | None = None
 
 
 class StopMatcher:
@@ -34,7 +35,8 @@ class StopMatcher:
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
             self._held = ""
-            return Matched(text[:min(ends)[1]], True)
+            end, start = min(ends)
+            return Matched(text[:start], True, text[start:end])
         safe = len(text) - self._num_open(text)
         self._held = text[safe:]
         return Matched(text[:safe], False)

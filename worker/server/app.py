@@ -17,11 +17,13 @@ from aiohttp import web
 from worker.config import WorkerConfig
 from worker.engine.engine_client import EngineClient
 from worker.engine.engine_config import EngineConfig
+from worker.prompt.messages_body import COUNT_TOKENS
 from worker.protocol.http_mistakes import PrivateAppRunner
 from worker.protocol.logs import configure_logging, get_logger
 from worker.server import handlers, kv_routes, model_routes, ops_routes
 from worker.server.error_middleware import error_middleware
 from worker.server.events_publisher import EventsPublisher, PortTakenError
+from worker.server.intake import FOREIGN
 from worker.server.shell import SHELL, Shell
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -52,6 +54,9 @@ def build_app(shell: Shell) -> web.Application:
     app[SHELL] = shell
     app.router.add_post("/v1/chat/completions", handlers.chat_completions)
     app.router.add_post("/v1/completions", handlers.completions)
+    for path in FOREIGN:
+        app.router.add_post(path, handlers.foreign)
+    app.router.add_post(COUNT_TOKENS.path, model_routes.count_tokens)
     app.router.add_get("/v1/models", model_routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", model_routes.get_model)
     app.router.add_post("/tokenize", model_routes.tokenize)

@@ -33,7 +33,8 @@ class ChoiceDelta:
     """What one choice gained: text that can no longer change, the tokens that came, their log-probabilities.
 
     Text may lag behind the tokens (half a character, a possible stop string or tool call). `tool_calls` come after
-    the text. `finish_reason` is "stop", "tool_calls", "length" or "abort" on the last delta of a choice.
+    the text. `finish_reason` is "stop", "tool_calls", "length" or "abort" on the last delta of a choice, and
+    `stop_string` what ended it there.
     """
 
     choice: int
@@ -42,6 +43,7 @@ class ChoiceDelta:
     logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    stop_string: str | None = None
 
 
 @dataclass(slots=True)
@@ -220,7 +222,7 @@ class Generation:
         logprobs = None if output.logprobs is None else output.logprobs[:num_tokens]
         text, choice.unsent = choice.unsent + parsed.text, ""
         self._deltas.append(ChoiceDelta(output.choice, text, output.token_ids[:num_tokens], logprobs, reason,
-                                        parsed.calls))
+                                        parsed.calls, choice.detokenizer.stop_string if reason == "stop" else None))
         self._news.set()
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: admit, submit, answer (whole or as a stream), leave.
+"""The generating routes (chat, completions, messages, responses): admit, submit, answer, whole or streamed, leave.
 
 Owns one request's path through the worker. Whatever happens to the handler (an error, a client that left: aiohttp
 cancels it), `leave` runs, and the engine is told to stop what still runs. Headers are sent only when the first token
@@ -21,11 +21,10 @@ from worker.prompt.requests import CompletionRequest
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
-from worker.protocol.told_tokens import encode_told
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
-from worker.server.generation import ChoiceDelta, Generation
-from worker.server.intake import CHAT, COMPLETIONS, Admission, Body, Route, admit
+from worker.server.generation import Generation
+from worker.server.intake import CHAT, COMPLETIONS, FOREIGN, Admission, Route, admit
 from worker.server.openai_format import (
     ChatFormat,
     CompletionFormat,
@@ -35,7 +34,8 @@ from worker.server.openai_format import (
     best_choices,
 )
 from worker.server.shell import Shell, shell_of
-from worker.server.sse import DONE, event, open_stream
+from worker.server.sse import open_stream
+from worker.server.wire import wire_of
 
 _log = get_logger("worker.server.handlers")
 
@@ -48,6 +48,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, COMPLETIONS)
 
 
+async def foreign(request: web.Request) -> web.StreamResponse:
+    """POST /v1/messages and /v1/responses, by the request's path."""
+    route = FOREIGN[request.path]
+    assert route.foreign is not None, "its table holds foreign routes"
+    try:
+        return await _answer(request, route)
+    except ApiError as error:
+        raise route.foreign.error(error) from None
+
+
 async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
     shell = shell_of(request)
     with shell.answering():
@@ -56,7 +66,7 @@ async def _answer(request: web.Request, route: Route) -> web.StreamResponse:
             layout = _format(shell, generation, admission, route)
             if admission.body.stream:
                 return await _stream(request, generation, layout, admission)
-            return await _whole(generation, layout, admission.body)
+            return await _whole(generation, layout, admission)
 
 
 @asynccontextmanager
@@ -129,13 +139,14 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
                         created=int(time.time()) if resume is None else resume.created, model=serving.ready.model,
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
-    layout = (ChatFormat if route is CHAT else CompletionFormat)(head, serving.token_text)
+    layout = (CompletionFormat if route is COMPLETIONS else ChatFormat)(head, serving.token_text)
     if resume is not None:
         layout.resumed(resume.choice, admission.generated_token_ids, has_role=resume.has_role)
     return layout
 
 
-async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> web.Response:
+async def _whole(generation: Generation, layout: ResponseFormat, admission: Admission) -> web.Response:
+    body = admission.body
     choices = [FullChoice() for _ in generation.detokenizers]
     while deltas := await generation.next_deltas():
         for delta in deltas:
@@ -143,14 +154,17 @@ async def _whole(generation: Generation, layout: ResponseFormat, body: Body) -> 
     if body.num_candidates > body.n:
         choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
-    return web.Response(body=orjson.dumps(layout.full(choices, account)), content_type="application/json",
+    answer = layout.full(choices, account)
+    if admission.foreign is not None:
+        answer = admission.foreign.whole(answer)
+    return web.Response(body=orjson.dumps(answer), content_type="application/json",
                         headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
 
 
 async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,
                   admission: Admission) -> web.StreamResponse:
-    include_usage, chunks = admission.body.include_usage, _told_chunks if admission.tells_token_ids else _chunks
     deltas = await generation.next_deltas()      # an ApiError up to here is a status, not an event
+    wire = wire_of(admission, generation)
     response = await open_stream(request, {
         REQUEST_ID_HEADER: generation.request_id,
         CACHED_TOKENS_HEADER: str(generation.account().cached_tokens),
@@ -160,30 +174,16 @@ async def _stream(request: web.Request, generation: Generation, layout: Response
     with suppress(ConnectionError):
         try:
             while deltas:
-                if chunk_bytes := chunks(layout, deltas):
+                if chunk_bytes := b"".join(wire.told(delta, layout.chunks(delta)) for delta in deltas):
                     await response.write(chunk_bytes)
                 deltas = await generation.next_deltas()
-            ending = event(layout.usage_chunk(generation.account())) if include_usage else b""
-            await response.write(ending + DONE)
+            await response.write(wire.done(layout.ending(generation.account())))
         except ApiError as refusal:
-            await response.write(event(refusal.body()))
+            await response.write(wire.failed(refusal))
         except ConnectionError:
             raise
         except Exception:
             _log.exception("internal_error", request_id=generation.request_id, path=request.path)
-            await response.write(event(internal_error(generation.request_id).body()))
+            await response.write(wire.failed(internal_error(generation.request_id)))
         await response.write_eof()
     return response
-
-
-def _chunks(layout: ResponseFormat, deltas: list[ChoiceDelta]) -> bytes:
-    return b"".join(event(chunk) for delta in deltas for chunk in layout.chunks(delta))
-
-
-def _told_chunks(layout: ResponseFormat, deltas: list[ChoiceDelta]) -> bytes:
-    """As _chunks, with each delta's tokens told first, also where they have no chunk."""
-    parts = []
-    for delta in deltas:
-        events = [event(chunk) for chunk in layout.chunks(delta)]
-        parts += [encode_told(delta.choice, len(events), delta.token_ids), *events]
-    return b"".join(parts)

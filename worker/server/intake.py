@@ -17,9 +17,12 @@ import msgspec
 from aiohttp import web
 
 from worker.engine.messages import EngineReady
+from worker.prompt.foreign_api import ForeignAnswer, ForeignApi
 from worker.prompt.grammar_spec import GrammarSpec
+from worker.prompt.messages_body import MESSAGES
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from worker.prompt.responses_body import RESPONSES
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
@@ -51,6 +54,14 @@ class Route:
     parse: Callable[[bytes], Body]
     render: Callable[[PromptRenderer, Body], list[list[int]]]
     prompt_param: str
+    foreign: ForeignApi | None = None
+
+    def read(self, raw: bytes) -> tuple[Body, ForeignAnswer | None]:
+        """What a body asks, and how to answer it in another API's words."""
+        if self.foreign is None:
+            return self.parse(raw), None
+        request = self.foreign.read(raw)
+        return request.parsed, request.answer
 
 
 def _render_chat(renderer: PromptRenderer, body: Body) -> list[list[int]]:
@@ -65,6 +76,7 @@ def _render_completion(renderer: PromptRenderer, body: Body) -> list[list[int]]:
 
 CHAT = Route("/v1/chat/completions", parse_chat, _render_chat, "messages")
 COMPLETIONS = Route("/v1/completions", parse_completion, _render_completion, "prompt")
+FOREIGN = {api.path: Route(api.path, parse_chat, _render_chat, "messages", api) for api in (MESSAGES, RESPONSES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class Admission:
     tokenize_s: float
     grammar: GrammarSpec | None
     resume: Resume | None = None
+    foreign: ForeignAnswer | None = None
     tells_token_ids: bool = False
 
     @property
@@ -100,7 +113,7 @@ class Admission:
 async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     """Read and check a request; ApiError on everything that cannot run."""
     serving = shell.require_accepting()
-    resume, tells_token_ids = None, False
+    resume, foreign, tells_token_ids = None, None, False
     if is_internal(request.headers):
         require_worker_token(request, shell)
         raw = await read_body(request, shell.config.max_body_bytes)
@@ -111,8 +124,9 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         _check_vocabulary(prompts, serving.ready, route)
     else:
         raw = await read_body(request, shell.config.max_body_bytes)
-        body, prompts, tokenize_s = await shell.prompt_threads.run(
+        read, prompts, tokenize_s = await shell.prompt_threads.run(
             len(raw), lambda: _read_direct(raw, serving, route))
+        body, foreign = read
         extra_keys = _body_salt(body)
     if body.unknown:
         _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
@@ -122,7 +136,7 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     return Admission(
         body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
         extra_keys=extra_keys, tokenize_s=tokenize_s, grammar=grammar_of(body, serving.renderer), resume=resume,
-        tells_token_ids=tells_token_ids)
+        foreign=foreign, tells_token_ids=tells_token_ids)
 
 
 def require_worker_token(request: web.Request, shell: Shell) -> None:
@@ -157,12 +171,13 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
         raise invalid_request("The request body ended early or is badly encoded.", None) from None
 
 
-def _read_direct(raw: bytes, serving: Serving, route: Route) -> tuple[Body, list[list[int]], float]:
-    body = route.parse(raw)
+def _read_direct(raw: bytes, serving: Serving,
+                 route: Route) -> tuple[tuple[Body, ForeignAnswer | None], list[list[int]], float]:
+    body, foreign = route.read(raw)
     require_model(body.model, serving)      # before the work of rendering for somebody else's model
     started = time.perf_counter()
     prompts = route.render(serving.renderer, body)
-    return body, prompts, time.perf_counter() - started
+    return (body, foreign), prompts, time.perf_counter() - started
 
 
 def _body_of(internal: InternalRequest, route: Route) -> Body:

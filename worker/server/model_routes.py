@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from worker.prompt.messages_body import COUNT_TOKENS
 from worker.prompt.requests import parse_detokenize, parse_tokenize
 from worker.protocol.api_error import ApiError
 from worker.server.intake import read_body, require_model
@@ -46,6 +47,17 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_response(await shell.prompt_threads.run(len(raw), lambda: _detokenize(raw, serving)))
 
 
+async def count_tokens(request: web.Request) -> web.Response:
+    """POST /v1/messages/count_tokens: {input_tokens} as POST /v1/messages would report it."""
+    shell = shell_of(request)
+    try:
+        serving = shell.require_serving()
+        raw = await read_body(request, shell.config.max_body_bytes)
+        return json_response(await shell.prompt_threads.run(len(raw), lambda: _count_tokens(raw, serving)))
+    except ApiError as error:
+        raise COUNT_TOKENS.error(error) from None
+
+
 async def tokenizer(request: web.Request) -> web.Response:
     """Everything a gateway needs to render and tokenise for this model; 304 when it has it already."""
     bundle = shell_of(request).require_serving().bundle
@@ -72,6 +84,12 @@ def _tokenize(raw: bytes, serving: Serving) -> dict[str, Any]:
     tokens = serving.renderer.tokenize(body)
     texts = [serving.token_text.text_of(token) for token in tokens] if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": serving.ready.max_context, "tokens": tokens, "token_strs": texts}
+
+
+def _count_tokens(raw: bytes, serving: Serving) -> dict[str, Any]:
+    body = COUNT_TOKENS.read(raw).parsed
+    require_model(body.model, serving)
+    return {"input_tokens": len(serving.renderer.chat(body))}
 
 
 def _detokenize(raw: bytes, serving: Serving) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class FullChoice:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+    stop_string: str | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
@@ -56,6 +57,7 @@ class FullChoice:
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_string = delta.stop_string or self.stop_string
 
 
 def best_choices(choices: Sequence[FullChoice], num_candidates: int, n: int, *,
@@ -105,9 +107,11 @@ class ResponseFormat(ABC):
     def resumed(self, choice: int, token_ids: Sequence[int], *, has_role: bool = True) -> None:
         """These tokens of a choice were told by another worker, and the chunk with its role: go on as if by us."""
 
-    def usage_chunk(self, account: Account) -> Json:
-        """The last chunk of a stream that asked for usage: no choices."""
-        return {**self._chunk_head, "choices": [], "usage": usage(account)}
+    def ending(self, account: Account) -> list[Json]:
+        """What follows the last choice's last chunk: usage, without choices, where it was asked for."""
+        if not self._head.include_usage:
+            return []
+        return [{**self._chunk_head, "choices": [], "usage": usage(account)}]
 
     def full(self, choices: Sequence[FullChoice], account: Account) -> Json:
         """The one object of a request that does not stream."""
@@ -125,9 +129,12 @@ class ResponseFormat(ABC):
             chunk["usage"] = None
         return chunk
 
-    def _with_token_ids(self, choice: Json, token_ids: Iterable[int]) -> Json:
+    def _completed(self, choice: Json, token_ids: Iterable[int], stop_string: str | None = None) -> Json:
+        """A choice with what only some have: the ids that were asked for, the stop string it met (vLLM's name)."""
         if self._head.return_token_ids:
             choice["token_ids"] = list(token_ids)
+        if stop_string is not None:
+            choice["stop_reason"] = stop_string
         return choice
 
     @abstractmethod
@@ -154,7 +161,7 @@ class ChatFormat(ResponseFormat):
         self._has_role.add(delta.choice)
         opening = {"index": delta.choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
                    "finish_reason": None}
-        return [self._chunk([self._with_token_ids(opening, ())]), *rest]
+        return [self._chunk([self._completed(opening, ())]), *rest]
 
     def resumed(self, choice: int, token_ids: Sequence[int], *, has_role: bool = True) -> None:
         if has_role:
@@ -167,7 +174,7 @@ class ChatFormat(ResponseFormat):
                                   for call in delta.tool_calls]
         choice = {"index": delta.choice, "delta": said,
                   "logprobs": self._logprobs(delta.token_ids, delta.logprobs), "finish_reason": delta.finish_reason}
-        return self._with_token_ids(choice, delta.token_ids)
+        return self._completed(choice, delta.token_ids, delta.stop_string)
 
     def _full_choice(self, index: int, choice: FullChoice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -176,7 +183,7 @@ class ChatFormat(ResponseFormat):
             message["tool_calls"] = [self._tool_call(index, call) for call in choice.tool_calls]
         item = {"index": index, "message": message, "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
                 "finish_reason": choice.finish_reason}
-        return self._with_token_ids(item, choice.token_ids)
+        return self._completed(item, choice.token_ids, choice.stop_string)
 
     def _tool_call(self, choice: int, call: ToolCall) -> Json:
         """Its id is a function of where it stands, so that an answer that moves to another worker keeps it."""
@@ -218,12 +225,12 @@ class CompletionFormat(ResponseFormat):
     def _chunk_choice(self, delta: ChoiceDelta) -> Json:
         choice = {"index": delta.choice, "text": delta.text, "finish_reason": delta.finish_reason,
                   "logprobs": self._logprobs(delta.choice, delta.token_ids, delta.logprobs)}
-        return self._with_token_ids(choice, delta.token_ids)
+        return self._completed(choice, delta.token_ids, delta.stop_string)
 
     def _full_choice(self, index: int, choice: FullChoice) -> Json:
         item = {"index": index, "text": choice.text, "finish_reason": choice.finish_reason,
                 "logprobs": self._logprobs(index, choice.token_ids, choice.logprobs)}
-        return self._with_token_ids(item, choice.token_ids)
+        return self._completed(item, choice.token_ids, choice.stop_string)
 
     def _logprobs(self, index: int, token_ids: Sequence[int],
                   logprobs: Sequence[TokenLogprobs] | None) -> Json | None:

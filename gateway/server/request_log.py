@@ -1,0 +1,44 @@
+"""One log line a request, written a little later and many at once.
+
+Owns: the lines not yet written, at most MAX_PENDING of them and for at most FLUSH_S. A process that is killed takes
+those along; one that stops in order writes them first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gateway.server.request_record import RequestRecord
+from worker.protocol.logs import log_many
+
+FLUSH_S = 0.05
+MAX_PENDING = 256
+
+
+class RequestLog:
+    """Lives on the event loop. `name` is the lines' `source`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pending: list[tuple[float, RequestRecord, float]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, record: RequestRecord, duration_s: float) -> None:
+        """A request has ended; its record changes no more."""
+        self._pending.append((time.time(), record, duration_s))
+        if len(self._pending) >= MAX_PENDING:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._on_time)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        pending, self._pending = self._pending, []
+        if pending:
+            log_many(self._name, "request",
+                     [(at, record.log_fields(duration_s)) for at, record, duration_s in pending])
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self.flush()

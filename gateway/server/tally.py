@@ -1,0 +1,76 @@
+"""Counters and histograms that cost a request next to nothing: plain dicts on the event loop, rendered at a scrape.
+
+Owns: the sums. One writer, the event loop; the client library's own metrics take a lock and look labels up for every
+count. Must never: take a label that the caller has not bounded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+Labels = tuple[str, ...]
+
+
+class Tally(Collector):
+    """A counter with labels, by their values in the order of `labels`. Without labels it is there from the start."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
+        self._name, self._text, self._labels = name, text, list(labels)
+        self._sums: dict[Labels, float] = {} if labels else {(): 0.0}
+
+    def add(self, labels: Labels = (), amount: float = 1.0) -> None:
+        """Count."""
+        self._sums[labels] = self._sums.get(labels, 0.0) + amount
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop every series with this value of this label."""
+        at = self._labels.index(label)
+        self._sums = {labels: total for labels, total in self._sums.items() if labels[at] != value}
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, total in self._sums.items():
+            family.add_metric(labels, total)
+        yield family
+
+
+class Buckets(Collector):
+    """A histogram; `bounds` ascend, the infinite one is added."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> None:
+        self._name, self._text, self._labels, self._bounds = name, text, list(labels), tuple(bounds)
+        self._counts: dict[Labels, list[int]] = {}
+        self._sums: dict[Labels, float] = {}
+        if not labels:
+            self._open(())
+
+    def observe(self, value: float, labels: Labels = ()) -> None:
+        """Count one value in its bucket: the first whose bound it does not exceed."""
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._open(labels)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        names = [*map(repr, map(float, self._bounds)), "+Inf"]
+        for labels, counts in self._counts.items():
+            total, cumulative = 0, []
+            for name, count in zip(names, counts, strict=True):
+                total += count
+                cumulative.append((name, float(total)))
+            family.add_metric(labels, cumulative, self._sums[labels])
+        yield family
+
+    def _open(self, labels: Labels) -> list[int]:
+        self._sums[labels] = 0.0
+        counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+        return counts
