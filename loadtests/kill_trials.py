@@ -55,6 +55,7 @@ class Plan:
     between_min: int
     seed: int
     worker_arguments: tuple[str, ...] = ()
+    log_level: str = "warning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class Fleet:
     def _start_worker(self, port: int) -> Child:
         plan = self._plan
         return start(["worker", "--model", plan.model, "--served-name", plan.served_name, "--port", str(port),
-                      "--exactness", "strict", "--threads", "1", "--log-level", "warning", *plan.worker_arguments],
+                      "--exactness", "strict", "--threads", "1", "--log-level", plan.log_level,
+                      *plan.worker_arguments],
                      url=f"http://127.0.0.1:{port}", env=self._tokens)
 
     def kill(self, worker_id: str) -> None:
@@ -256,8 +258,7 @@ async def run_trials(plan: Plan, note: Callable[[Trial], None] = lambda _: None)
 def report_of(plan: Plan, trials: Sequence[Trial], *, num_void: int) -> dict[str, Any]:
     """JSON-ready."""
     plan_row = asdict(plan) | {"model": plan.served_name}
-    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "exactness": "strict",
-            "machine": f"{os.cpu_count()} x {platform.machine()}", "plan": plan_row,
+    return {**stamp(), "plan": plan_row,
             "trials": len(trials), "clean": sum(trial.is_clean for trial in trials),
             "client_visible_errors": sum(len(trial.errors) for trial in trials),
             "different_streams": sum(trial.different for trial in trials),
@@ -267,6 +268,12 @@ def report_of(plan: Plan, trials: Sequence[Trial], *, num_void: int) -> dict[str
             "between_min": min(trial.streams_between for trial in trials),
             "retries": sum(trial.retries for trial in trials), "void": num_void,
             "by_trial": [asdict(trial) for trial in trials]}
+
+
+def stamp() -> dict[str, str]:
+    """When and where a report was made."""
+    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "exactness": "strict",
+            "machine": f"{os.cpu_count()} x {platform.machine()}"}
 
 
 def _commit() -> str:
