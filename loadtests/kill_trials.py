@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class Trial:
     retries: int
     errors: list[str]
     different: int
+    differences: list[str]
     num_greedy: int
     num_seeded: int
     seconds: float
@@ -208,13 +210,25 @@ class Trials:
             self._fleet.revive(victim)
         await asyncio.gather(*tasks)
         after = await self._fleet.counts(self._session)
+        differences = [self._difference(stream, victim) for stream in streams if self._differs(stream)]
         return Trial(number, victim, len(theirs), len(between), round(sum(between) / len(between), 3),
                      after[0] - before[0], after[1] - before[1],
                      [f"{stream.request_id}: {stream.error}" for stream in streams if stream.error is not None],
-                     sum(comparable(stream.answer) != comparable(self._undisturbed[stream.request_id])
-                         for stream in streams if stream.error is None),
+                     len(differences), differences,
                      sum("seed" not in stream.body for stream in streams),
                      sum("seed" in stream.body for stream in streams), round(time.monotonic() - began_at, 2))
+
+    def _differs(self, stream: WatchedStream) -> bool:
+        return stream.error is None and comparable(stream.answer) != comparable(self._undisturbed[stream.request_id])
+
+    def _difference(self, stream: WatchedStream, victim: str) -> str:
+        """Where a stream leaves its undisturbed run, and whether it had to move."""
+        expected, got = (comparable(answer).split(b"\n\n") for answer in (
+            self._undisturbed[stream.request_id], stream.answer))
+        at = next(index for index, pair in enumerate(zip_longest(expected, got)) if pair[0] != pair[1])
+        kind = "seeded" if "seed" in stream.body else "greedy"
+        return (f"{stream.request_id}, {kind}, {'moved' if stream.worker_id == victim else 'stayed'}, event {at} of "
+                f"{len(expected)}: {expected[at:at + 1]!r} became {got[at:at + 1]!r}")
 
     async def _await_moment(self, streams: Sequence[WatchedStream],
                             is_over: Callable[[], bool]) -> tuple[str, list[WatchedStream]] | None:
@@ -309,7 +323,7 @@ def main() -> int:
         print(f"trial {trial.number}: killed with {trial.streams_between} of {trial.streams_on_victim} streams open, "
               f"{trial.mean_done_ratio:.0%} done on average; {trial.migrations} moved, {len(trial.errors)} errors, "
               f"{trial.different} different, {trial.seconds} s", flush=True)
-        for error in trial.errors:
+        for error in (*trial.errors, *trial.differences):
             print("   ", error, flush=True)
 
     report = asyncio.run(run_trials(_plan(arguments), note))

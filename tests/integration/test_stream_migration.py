@@ -178,3 +178,25 @@ async def test_silence_and_half_closed_sockets(worker: Child, how: str) -> None:
         proxies[0].cuts = proxies[1].cuts = [Cut(1700, how)]
         assert by_choice(await stream(gateway, CHAT, body)) == by_choice(whole)
         assert await gateway.metric('headstart_migrations_total{outcome="ok"}') == 1
+
+
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 40}),
+    ("/v1/responses", {"input": "hello world", "max_output_tokens": 40}),
+])
+async def test_other_apis_move_too(worker: Child, path: str, fields: dict[str, Any]) -> None:
+    body = {"model": "tiny", "temperature": 0, "stream": True, **fields}
+    async with broken_ways(worker) as (gateway, proxies):
+        whole = _without_counts(await stream(gateway, path, body))
+        assert len(whole) > 3000, "long enough to be cut"
+        for cut in (1200, 2500):
+            for proxy in proxies:
+                proxy.cuts = [Cut(cut)]
+            assert _without_counts(await stream(gateway, path, body)) == whole
+        assert await gateway.metric('headstart_migrations_total{outcome="ok"}') >= 2
+
+
+def _without_counts(answer: Answer) -> bytes:
+    assert answer.status == 200, answer.body
+    return re.sub(rb'"(created_at|completed_at|cached_tokens|input_tokens|cache_read_input_tokens)":\d+', b"",
+                  answer.body)

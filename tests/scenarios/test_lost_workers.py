@@ -17,7 +17,7 @@ import pytest
 
 from loadtests.local_stack import Child
 from tests.support.cutting_proxy import Cut, cutting_proxies
-from tests.support.gateway_in_process import GatewayUnderTest, running_gateway
+from tests.support.gateway_in_process import ADMIN, GatewayUnderTest, running_gateway
 from tests.support.tiny_worker import WORKER_TOKEN, running_tiny_worker, until_idle, worker_client, write_tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -31,7 +31,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Child]]:
     model = write_tiny_model(Path(tmp_path_factory.mktemp("tiny-model")))
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(running_tiny_worker(model, "--exactness", "strict", "--max-running", "1",
-                                                            wait=False)) for _ in range(2)]
+                                                            "--drain-s", "0.3", wait=False)) for _ in range(2)]
         for child in children:
             child.wait_ready()
         yield children
@@ -188,3 +188,34 @@ async def _gone(gateway: GatewayUnderTest, client: aiohttp.ClientSession, *, num
 
 async def _is_idle(gateway: GatewayUnderTest) -> bool:
     return bool((await gateway.worker())["inflight"] == 0)
+
+
+async def test_a_drain_by_the_operator_moves_nothing(workers: list[Child]) -> None:
+    async with running_gateway(*(worker.url for worker in workers), worker_token=WORKER_TOKEN) as gateway:
+        await gateway.until_exact(num_workers=2)
+        body = {**BODY, "stream": True, "max_tokens": 900}
+        async with gateway.session.post(gateway.url + CHAT, json=body) as response:
+            await first_bytes(response, 2000)
+            drained = response.headers["x-headstart-worker"]
+            assert (await gateway.send("POST", f"/admin/workers/{drained}/drain", headers=ADMIN)).status == 202
+            rest = await response.content.read()
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert b"event: error" not in rest
+        assert await gateway.metric('headstart_migrations_total{outcome="ok"}') == 0
+        again = await gateway.send("POST", CHAT, payload={**BODY, "max_tokens": 2})
+        assert again.headers["x-headstart-worker"] != drained
+
+
+async def test_what_a_worker_cannot_finish_before_it_ends_moves(workers: list[Child]) -> None:
+    """SIGTERM: the worker goes on for its drain_s, then says that it gives up. It ends here, so this test is last."""
+    async with running_gateway(*(worker.url for worker in workers), worker_token=WORKER_TOKEN) as gateway:
+        await gateway.until_exact(num_workers=2)
+        body = {**BODY, "stream": True, "max_tokens": 900}
+        whole = await gateway.send("POST", CHAT, payload=body, headers={"x-request-id": "same"})
+        by_id = {worker.url.removeprefix("http://"): worker for worker in workers}
+        async with gateway.session.post(gateway.url + CHAT, json=body, headers={"x-request-id": "same"}) as response:
+            beginning = await first_bytes(response, 2000)
+            by_id[response.headers["x-headstart-worker"]].process.send_signal(signal.SIGTERM)
+            rest = await response.content.read()
+        assert comparable(beginning + rest) == comparable(whole.body)
+        assert await gateway.metric('headstart_migrations_total{outcome="ok"}') == 1
