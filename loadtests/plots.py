@@ -76,3 +76,23 @@ def draw_simulation(report: dict[str, Any], output: Path) -> None:
         axes.tick_params(axis="x", rotation=35)
     figure.savefig(output, dpi=130)
     plt.close(figure)
+
+
+def draw_ratios(rows: list[tuple[str, dict[str, Any]]], title: str, output: Path) -> None:
+    """A dot a row at ours over the best baseline, with its interval; below 1 ours is better (logarithmic)."""
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.26 * len(rows)), constrained_layout=True)
+    for place, (_, verdict) in enumerate(reversed(rows)):
+        colour = COLOURS["warm"] if verdict["ratio"] <= 1.02 else COLOURS["off"]
+        if verdict["low"] is not None:
+            axes.hlines(place, verdict["low"], verdict["high"], color=colour, linewidth=1.2)
+        axes.scatter([verdict["ratio"]], [place], color=colour, s=18, zorder=3)
+        axes.annotate(verdict["rival"], (1, place), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                      textcoords="offset points", va="center", fontsize=7, color=INK)
+    axes.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)], fontsize=7)
+    axes.axvline(1.0, color=INK, linewidth=1)
+    axes.axvline(1.02, color=INK, linewidth=0.6, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=120)
+    plt.close(figure)

@@ -3,20 +3,28 @@
 Owns the formula and its constants. It must never read a clock, the index or the ledger: everything comes in as
 values.
 
-    total_s = prefill_s + queue_s + decode_s + stall_s + memory_s + price_s - session_s
+    total_s = prefill_s + queue_s + steps_s + room_s + others_s + evict_s + price_s - session_s
 
+Until our first token:
     prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to
     queue_s    prompts before ours: the larger of what we sent (ledger) and what the worker reports, never their sum
-    decode_s   streams that share each decode step with ours, over the tokens we expect to generate
-    stall_s    what our prefill costs the streams that run there: a share of prefill_s for each
-    memory_s   blocks that must be evicted for us and may be computed again; blocks that are not there at all
+    steps_s    decode steps in between: half of the one that runs, and one for each batch of prefill
+    room_s     waiting for memory, when prompt and queue do not fit beside what streams hold: until enough have ended
+Cost to others:
+    others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
+               middle of an answer counts a part of a second that the first token is late
+    evict_s    cached blocks that go for ours, as far as they would have been asked for again
+And:
     price_s    what an operator or a breaker adds, bounded
     session_s  a small bonus for the endpoint that served this session last
 
+Our own decode time is left out: it moves no first token. What it does to others is in others_s and room_s.
+
 Worked example. Rate 4,000 tokens/s, prompt 1,000 tokens of which 800 match here: 200 to compute, prefill_s = 0.053.
-One prompt of 400 tokens is queued: queue_s = 0.1. Three streams, 128 expected tokens, 0.4 ms a stream and step:
-decode_s = 0.154, stall_s = 3 * 0.1 * 0.053 = 0.016. Total 0.322. An idle endpoint without a match costs 0.258 for
-all 1,000 tokens, so the request goes there: waiting would cost more than computing again.
+One prompt of 600 tokens is queued: queue_s = 0.15. Three streams run, 20 ms a step: steps_s = 0.012; 128 expected
+tokens at 0.4 ms a stream and step: others_s = 0.25 * 0.154 + 3 * 0.1 * 0.053 = 0.054. Total 0.269. An idle endpoint
+without a match costs 0.258 for all 1,000 tokens, so the request goes there: waiting would cost more than computing
+again.
 
 Known approximations: one rate for prefill whatever the batch; a stream's share of a decode step is taken as one token
 of prefill work (true where the linear layers dominate: 2.7 ms a stream measured against 2.5 ms a prefilled token,
@@ -25,7 +33,7 @@ of prefill work (true where the linear layers dominate: 2.7 ms a stream measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,13 +46,24 @@ DEFAULT_DECODE_STEP_S = 0.02
 EXPECTED_OUTPUT_TOKENS_MAX = 4096
 # Positions over which attention costs as much again as the linear layers.
 ATTENTION_DOUBLING_TOKENS = 16384
+# Positions of prefill that share a step with the decoding streams.
+BATCH_TOKENS = 8192
 # One stream's least share of a decode step.
 STREAM_STEP_SHARE = 0.02
+# A second of others' streams against a second until a first token.
+STREAM_WEIGHT = 0.25
 STALL_WEIGHT = 0.1
+# The share of its pool that a worker keeps for the growth of what runs.
+ROOM_KEPT_RATIO = 0.01
+# Bounds for what is left of running streams, in mean lives.
+LIFE_LEFT_MIN = 0.5
+LIFE_LEFT_MAX = 1.5
 # How likely an evicted block is to be asked for again.
 EVICTED_REUSE_RATIO = 0.2
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
+# Keeps a least cost under the cost when both are rounded.
+_ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
 
 
@@ -57,10 +76,13 @@ class Rates:
 
 
 class Work(NamedTuple):
-    """What the request needs, the same on every endpoint."""
+    """What the request needs, the same on every endpoint. `now` is on the clock of the ledger's bookings;
+    `shared_ratio`: how likely it is that what the prompt matches is in use there anyway."""
 
     prompt_tokens: int
     expected_output_tokens: int
+    now: float = 0.0
+    shared_ratio: float = 1.0
 
 
 class CandidateCost(NamedTuple):
@@ -70,15 +92,21 @@ class CandidateCost(NamedTuple):
     total_s: float
     prefill_s: float
     queue_s: float
-    decode_s: float
-    stall_s: float
-    memory_s: float
+    steps_s: float
+    room_s: float
+    others_s: float
+    evict_s: float
     price_s: float
     session_s: float
     matched_tokens: int
     uncached_tokens: int
     queued_tokens: int
     num_active: int
+
+    @property
+    def first_token_s(self) -> float:
+        """The predicted time to first token."""
+        return self.prefill_s + self.queue_s + self.steps_s + self.room_s
 
 
 def assumed_rates(views: Iterable[EndpointView]) -> Rates:
@@ -107,8 +135,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
 
     It runs for every endpoint and request, hence comparisons in place of max(), which costs a call each.
     """
-    prompt, output = work
-    num_active, queued, context = load
+    prompt, output = work.prompt_tokens, work.expected_output_tokens
+    num_active, queued, context = load[:3]
     token_s = 1.0 / (view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else rates.prefill_tokens_per_s)
     step_s = view.decode_step_s if view.decode_step_s > 0 else rates.decode_step_s
     matched = matched_tokens(view, match, prompt)
@@ -123,25 +151,67 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
 
     prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
     queue_s = queued * token_s
+    steps_s = (0.5 + (queued + uncached) / BATCH_TOKENS) * step_s if num_active else 0.0
     stream_step_s = STREAM_STEP_SHARE * step_s
     stream_step_s = stream_step_s if stream_step_s > token_s else token_s
-    decode_s = output * stream_step_s * (num_active + context / ATTENTION_DOUBLING_TOKENS)
-    stall_s = STALL_WEIGHT * num_active * prefill_s
-    memory_s = _memory_s(view, uncached + output + queued, token_s) if view.blocks_total else 0.0
+    others_s = (STREAM_WEIGHT * output * stream_step_s * (num_active + context / ATTENTION_DOUBLING_TOKENS)
+                + STALL_WEIGHT * num_active * prefill_s)
+    room_s = evict_s = 0.0
+    if view.blocks_total:
+        # Free in the report, less what waited there for room, less what has been booked since then.
+        free = (view.blocks_free * view.block_size - view.waiting_prefill_tokens
+                - load.held_tokens + view.held_tokens_at_report)
+        available = free + view.blocks_cached * view.block_size
+        needed = uncached + matched * (1.0 - work.shared_ratio)
+        needed += ROOM_KEPT_RATIO * view.blocks_total * view.block_size
+        if needed > available and (num_active or available <= 0):
+            room_s = _room_s(view, load, work, step_s=step_s, missing_tokens=needed - available)
+        evicted = uncached + output - (free if free > 0 else 0)
+        evict_s = EVICTED_REUSE_RATIO * evicted * token_s if evicted > 0 else 0.0
     price_s = min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0
     session_s = SESSION_BONUS_TOKENS * token_s if in_session else 0.0
-    total_s = prefill_s + queue_s + decode_s + stall_s + memory_s + price_s - session_s
+    total_s = prefill_s + queue_s + steps_s + room_s + others_s + evict_s + price_s - session_s
     # As CandidateCost(...), in a sixth of the time.
-    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, decode_s, stall_s, memory_s,
-                                      price_s, session_s, matched, uncached, queued, num_active))
+    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, others_s,
+                                      evict_s, price_s, session_s, matched, uncached, queued, num_active))
 
 
-def _memory_s(view: EndpointView, new_tokens: int, token_s: float) -> float:
-    """Blocks beyond the free ones push out cached ones, some of which will be computed again; blocks beyond those too
-    are in use, and we wait about as long as it takes to fill them."""
-    missing = -(-new_tokens // view.block_size) - view.blocks_free
-    if missing <= 0:
-        return 0.0
-    evicted = min(missing, view.blocks_cached)
-    block_s = view.block_size * token_s
-    return EVICTED_REUSE_RATIO * evicted * block_s + (missing - evicted) * block_s
+def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loads: Mapping[str, LoadView],
+                work: Work, *, rates: Rates, session: str | None = None) -> tuple[list[float], int]:
+    """For each endpoint a cost that candidate_cost() never falls below, in a third of the time: prefill without the
+    growth of attention, and the queue. And the longest match of all, in tokens."""
+    prompt = work.prompt_tokens
+    least: list[float] = []
+    most = 0
+    for view in views:
+        endpoint_id = view.endpoint_id
+        match, load = matches.get(endpoint_id), loads.get(endpoint_id)
+        held = 0 if match is None else (match[0] + match[1]) * view.block_size
+        if held >= prompt:
+            held = prompt - 1 if prompt else 0
+        if held > most:
+            most = held
+        queued = view.waiting_prefill_tokens + view.running_prefill_tokens
+        if load is not None and load[1] > queued:
+            queued = load[1]
+        tokens = prompt - held + queued
+        if endpoint_id == session:
+            tokens -= SESSION_BONUS_TOKENS
+        rate = view.prefill_tokens_per_s
+        least.append((tokens - _ROUNDING_TOKENS) / (rate if rate > 0 else rates.prefill_tokens_per_s))
+    return least, most
+
+
+def _room_s(view: EndpointView, load: LoadView, work: Work, *, step_s: float, missing_tokens: float) -> float:
+    """Until streams that end have given back `missing_tokens`.
+
+    A full pool is given back once in a life of a stream, and nothing before the first of those that run has ended.
+    Streams that have run for long will end soon: with ages spread evenly the mean age is half a life.
+    """
+    life_s = work.expected_output_tokens * step_s
+    if load.num_inflight and life_s > 0:
+        age_s = work.now - load.booked_at_sum / load.num_inflight
+        left_ratio = 2.0 * (1.0 - age_s / life_s)
+        life_s *= min(max(left_ratio, LIFE_LEFT_MIN), LIFE_LEFT_MAX)
+    num_running = max(load.num_decoding, view.num_running, 1)
+    return life_s * max(missing_tokens / (view.blocks_total * view.block_size), 1.0 / num_running)

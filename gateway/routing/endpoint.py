@@ -25,6 +25,7 @@ class EndpointView:
     `max_context` 0: any length.
 
     `blocks_free` hold nothing, `blocks_cached` hold something nobody uses and may be evicted; all others are in use.
+    `held_tokens_at_report` is the ledger's `held_tokens` as of the report: what is held now beyond it is new.
     `price_s` is what an operator or a breaker adds, in seconds; cost.py bounds it.
     """
 
@@ -47,4 +48,5 @@ class EndpointView:
     waiting_prefill_tokens: int = 0
     running_prefill_tokens: int = 0
     decode_context_tokens: int = 0
+    held_tokens_at_report: int = 0
     price_s: float = 0.0

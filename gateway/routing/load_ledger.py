@@ -1,9 +1,13 @@
 """The load ledger: work that was routed and has not ended yet, per endpoint.
 
-Owns the counts of what this gateway sent. It must never be corrected by reports (cost.py takes the larger of ledger
-and report) and never go negative. The rule that keeps it true sits inside: a booking is a guard that gives back
-exactly what it took, once, to the account it took it from. When an endpoint restarts its account is replaced, not
-zeroed, so a guard of the old epoch writes to an account that nobody reads.
+Owns the counts of what this gateway sent. It must never be corrected by reports (cost.py joins ledger and report) and
+never go negative. The rule that keeps it true sits inside: a booking is a guard that gives back exactly what it took,
+once, to the account it took it from. When an endpoint restarts its account is replaced, not zeroed, so a guard of the
+old epoch writes to an account that nobody reads.
+
+Memory: a request holds the tokens it computes, half of the answer expected of it, and what it matched, unless another
+request under way there holds that already; when the one that holds it ends, the duty passes to another sharer. Known
+approximation: a match is held by another as a whole or not at all.
 
 One writer (the event loop); pick and book happen with no await between them. With several gateway processes each has
 a ledger of its own, and gateway.shared adds them up.
@@ -11,31 +15,61 @@ a ledger of its own, and gateway.shared adds them up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+# What the newest match counts in `shared_ratio`.
+SHARED_WEIGHT = 0.05
 
 
 class LoadView(NamedTuple):
     """Work on one endpoint. A request counts in `num_inflight` until released, its prompt in `queued_prefill_tokens`
-    until its first byte and in `decode_context_tokens` after it."""
+    until its first byte and in `decode_context_tokens` after it.
+
+    `held_tokens` are tokens of KV memory in use; `booked_at_sum` is the sum of the instants at which those in flight
+    were booked.
+    """
 
     num_inflight: int = 0
     queued_prefill_tokens: int = 0
     decode_context_tokens: int = 0
+    num_decoding: int = 0
+    held_tokens: int = 0
+    booked_at_sum: float = 0.0
 
 
 NO_LOAD = LoadView()
 
 
-class Account:
-    """The sums of one endpoint in one epoch."""
+class Footprint(NamedTuple):
+    """What a request will keep in memory where it is booked: `chain` are its block hashes, of which the first
+    `matched_blocks` (in all `matched_tokens`) are there already; `output_tokens` are expected of it; `at` is now."""
 
-    __slots__ = ("decode_context_tokens", "epoch", "num_inflight", "queued_prefill_tokens")
+    chain: Sequence[int] = ()
+    matched_blocks: int = 0
+    matched_tokens: int = 0
+    output_tokens: int = 0
+    at: float = 0.0
+
+
+NO_FOOTPRINT = Footprint()
+
+
+class Account:
+    """The sums of one endpoint in one epoch, and who is in flight there."""
+
+    __slots__ = ("booked_at_sum", "decode_context_tokens", "epoch", "held_tokens", "num_decoding", "num_inflight",
+                 "open", "queued_prefill_tokens")
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
         self.num_inflight = 0
         self.queued_prefill_tokens = 0
         self.decode_context_tokens = 0
+        self.num_decoding = 0
+        self.held_tokens = 0
+        self.booked_at_sum = 0.0
+        self.open: dict[Booking, None] = {}
 
     def changed(self) -> None:
         """A booking has taken something or given it back; for accounts that others read."""
@@ -44,7 +78,16 @@ class Account:
         """Nobody reads it any more; open bookings may still give back."""
 
     def view(self) -> LoadView:
-        return LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens)
+        return LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens, self.num_decoding,
+                        self.held_tokens, self.booked_at_sum)
+
+    def sharer(self, block_hash: int, depth: int) -> Booking | None:
+        """Somebody in flight whose prompt goes through this block, the `depth`-th of the chain."""
+        for booking in self.open:
+            chain = booking.footprint.chain
+            if len(chain) >= depth and chain[depth - 1] == block_hash:
+                return booking
+        return None
 
 
 class Booking:
@@ -53,16 +96,29 @@ class Booking:
     Also a context manager: `with ledger.book(...) as booking:` releases on every way out.
     """
 
-    __slots__ = ("_account", "_context_tokens", "_prefill_tokens", "_state", "endpoint_id")
+    __slots__ = ("_account", "_context_tokens", "_held_tokens", "_pins", "_prefill_tokens", "_state", "endpoint_id",
+                 "footprint", "found_held")
 
-    def __init__(self, endpoint_id: str, account: Account, prefill_tokens: int, context_tokens: int) -> None:
+    def __init__(self, endpoint_id: str, account: Account, footprint: Footprint, *, prefill_tokens: int,
+                 context_tokens: int) -> None:
         self.endpoint_id = endpoint_id
+        self.footprint = footprint
         self._account = account
         self._prefill_tokens = prefill_tokens
         self._context_tokens = context_tokens
         self._state = "prefill"
+        # What it matched and keeps there: (hash of the last block, depth, tokens), own ones and inherited ones.
+        self._pins: list[tuple[int, int, int]] = []
+        self._held_tokens = prefill_tokens + footprint.output_tokens // 2
+        depth = footprint.matched_blocks
+        self.found_held = bool(depth) and account.sharer(footprint.chain[depth - 1], depth) is not None
         account.num_inflight += 1
         account.queued_prefill_tokens += prefill_tokens
+        account.booked_at_sum += footprint.at
+        account.held_tokens += self._held_tokens
+        if depth and not self.found_held:
+            self._pin((footprint.chain[depth - 1], depth, footprint.matched_tokens))
+        account.open[self] = None
         account.changed()
 
     def prefill_done(self) -> None:
@@ -72,6 +128,7 @@ class Booking:
         self._state = "decode"
         self._account.queued_prefill_tokens -= self._prefill_tokens
         self._account.decode_context_tokens += self._context_tokens
+        self._account.num_decoding += 1
         self._account.changed()
 
     def release(self) -> None:
@@ -80,13 +137,29 @@ class Booking:
             return
         self.prefill_done()
         self._state = "released"
-        self._account.decode_context_tokens -= self._context_tokens
-        self._account.num_inflight -= 1
-        self._account.changed()
+        account = self._account
+        account.decode_context_tokens -= self._context_tokens
+        account.num_decoding -= 1
+        account.num_inflight -= 1
+        account.held_tokens -= self._held_tokens
+        del account.open[self]
+        # A sum of floats that should be zero is set to zero, or its rounding would stay for ever.
+        account.booked_at_sum = account.booked_at_sum - self.footprint.at if account.open else 0.0
+        for pin in self._pins:
+            account.held_tokens -= pin[2]
+            heir = account.sharer(pin[0], pin[1])
+            if heir is not None:
+                heir._pin(pin)
+        self._pins = []
+        account.changed()
 
     @property
     def released(self) -> bool:
         return self._state == "released"
+
+    def _pin(self, pin: tuple[int, int, int]) -> None:
+        self._pins.append(pin)
+        self._account.held_tokens += pin[2]
 
     def __enter__(self) -> Booking:
         return self
@@ -96,18 +169,27 @@ class Booking:
 
 
 class LoadLedger:
-    """Accounts by endpoint; as many as there are endpoints, so the endpoint table bounds it."""
+    """Accounts by endpoint; as many as there are endpoints, so the endpoint table bounds it.
+
+    `shared_ratio`: how many of the last matches another request under way held already; new ones then need no room.
+    """
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
+        self.shared_ratio = 0.5
 
-    def book(self, endpoint_id: str, epoch: str, *, prefill_tokens: int, context_tokens: int) -> Booking:
+    def book(self, endpoint_id: str, epoch: str, *, prefill_tokens: int, context_tokens: int,
+             footprint: Footprint = NO_FOOTPRINT) -> Booking:
         """Take the load of one request. `prefill_tokens` are those to compute (prompt less match), `context_tokens`
         those that each decode step will read (the prompt). A new epoch starts a new account."""
         if prefill_tokens < 0 or context_tokens < 0:
             raise ValueError(f"a booking cannot be negative: prefill_tokens={prefill_tokens}, "
                              f"context_tokens={context_tokens}")
-        return Booking(endpoint_id, self.begin(endpoint_id, epoch), prefill_tokens, context_tokens)
+        booking = Booking(endpoint_id, self.begin(endpoint_id, epoch), footprint, prefill_tokens=prefill_tokens,
+                          context_tokens=context_tokens)
+        if footprint.matched_blocks:
+            self.shared_ratio += SHARED_WEIGHT * (booking.found_held - self.shared_ratio)
+        return booking
 
     def begin(self, endpoint_id: str, epoch: str) -> Account:
         """The account of this incarnation: from now on the endpoint's only one."""

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway import errors
@@ -19,8 +19,9 @@ from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTa
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
-from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
-from gateway.routing.picker import DEFAULT_OUTPUT_TOKENS, NoEndpoint, PickInput, RoutingDecision
+from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.output_length import OutputLength
+from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
@@ -34,6 +35,9 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 4
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
+EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
+             "match_speculative_tokens", "uncached_tokens")
+APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +120,28 @@ class Placement:
         self._withdraw()
 
 
+@dataclass(frozen=True, slots=True)
+class BetTtl:
+    """How long a routed prompt counts as cached unless events say more."""
+
+    with_events_s: float
+    without_events_s: float
+
+
 class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, max_inflight: int, breakers: Breakers,
-                 notes: Notes | None = None) -> None:
+                 bet_ttl: BetTtl, max_inflight: int, breakers: Breakers, notes: Notes | None = None) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
         self._policy = policy
-        self._speculative_ttl_s = speculative_ttl_s
+        self._bet_ttl = bet_ttl
         self._max_inflight = max_inflight
         self._breakers = breakers
         self._turns = itertools.count()
+        self._outputs = OutputLength()
         self._notes = notes
         if notes is not None:
             notes.on_bet = self._bet_was_placed
@@ -161,8 +173,9 @@ class Dispatcher:
             loads=loads, model=prompt.model,
             excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
             context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
-            expected_output_tokens=min(prompt.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS),
-            random_ratio=random.random(), turn=next(self._turns))
+            expected_output_tokens=self._outputs.expected(prompt.model, prompt.max_tokens),
+            random_ratio=random.random(), turn=next(self._turns), now=time.monotonic(),
+            shared_ratio=self._ledger.shared_ratio)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             decision = self._policy(replace(given, excluded=excluded))  # a full or doubtful one is better than none
@@ -175,6 +188,11 @@ class Dispatcher:
         """Until the best worker would send the first byte; None when none can take it."""
         decision = self.decide(prompt, frozenset())
         return None if isinstance(decision, NoEndpoint) else _expected_prefill_s(decision)
+
+    def answered(self, record: RequestRecord) -> None:
+        """A request has ended: what it generated says how long answers of its model are."""
+        if record.outcome == "ok" and record.model is not None and record.completion_tokens:
+            self._outputs.observe(record.model, record.completion_tokens)
 
     def is_overbooked(self, placement: Placement) -> bool:
         """Whether another process of this gateway booked the worker's last place in the same moment."""
@@ -194,7 +212,8 @@ class Dispatcher:
         others = prompt.prepared.num_tokens - prompt.num_prompt_tokens
         booking = self._ledger.book(decision.endpoint_id, decision.epoch,
                                     prefill_tokens=decision.uncached_tokens + others,
-                                    context_tokens=prompt.prepared.num_tokens)
+                                    context_tokens=prompt.prepared.num_tokens,
+                                    footprint=self._footprint(endpoint, prompt, decision))
         prefill_s = _expected_prefill_s(decision)
         bet = self._bet(endpoint, prompt.prepared, prefill_s)
         # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
@@ -205,6 +224,12 @@ class Dispatcher:
                          is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers,
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
+    def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision) -> Footprint:
+        chain = prompt.prepared.hashes.get(endpoint.scheme) if endpoint.scheme is not None else None
+        matched_blocks = decision.matched_tokens // endpoint.scheme.block_size if chain and endpoint.scheme else 0
+        return Footprint(chain or (), matched_blocks, decision.matched_tokens,
+                         self._outputs.expected(prompt.model, prompt.max_tokens), time.monotonic())
+
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:
         report = endpoint.report
         if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
@@ -213,9 +238,13 @@ class Dispatcher:
         hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
-        # The time to live bridges the lag of events, which begins when the blocks have been computed.
-        expires_at = time.monotonic() + prefill_s + self._speculative_ttl_s
-        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at)
+        # The time to live bridges the lag of events, which begins when the blocks have been computed. Without events,
+        # what we sent there lately is all that we know.
+        has_events = endpoint.knowledge is Knowledge.EXACT
+        ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
+        expires_at = time.monotonic() + prefill_s + ttl_s
+        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
+                                    blocks_max=_history_blocks_max(endpoint))
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
             self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
         return bet
@@ -224,14 +253,15 @@ class Dispatcher:
         """By another process of this gateway: a burst of siblings goes together, whichever processes it meets."""
         endpoint = self._table.get(bet.endpoint_id)
         if endpoint is not None and endpoint.epoch == bet.epoch and endpoint.knowledge is not Knowledge.NONE:
-            self._index.speculate(bet.endpoint_id, bet.hashes, bet.expires_at)
+            self._index.speculate(bet.endpoint_id, bet.hashes, bet.expires_at,
+                                  blocks_max=_history_blocks_max(endpoint))
 
     def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
         """The decision for POST /admin/explain, with every candidate's cost."""
         decision = self.decide(prompt, frozenset())
         if isinstance(decision, NoEndpoint):
             return {"decision": None, "reason": decision.reason, "detail": decision.message}
-        return {"decision": {name: value for name, value in asdict(decision).items() if name != "candidates"},
+        return {"decision": {name: getattr(decision, name) for name in EXPLAINED},
                 "prompt_tokens": prompt.num_prompt_tokens,
                 "candidates": [cost._asdict() for cost in decision.candidates]}
 
@@ -281,17 +311,13 @@ class Choosing:
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
         record.matched_tokens = decision.matched_tokens
         is_comparable = self._prompt.is_one_sequence and knowledge is not Knowledge.NONE
-        record.cacheable_tokens = max((cost.matched_tokens for cost in decision.candidates),
-                                      default=decision.matched_tokens) if is_comparable else None
+        record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
 
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:
     """Until the chosen worker should have computed the prompt, behind what waits there; 0 without a computed cost."""
-    for cost in decision.candidates:
-        if cost.endpoint_id == decision.endpoint_id:
-            return min(cost.queue_s + cost.prefill_s, EXPECTED_PREFILL_MAX_S)
-    return 0.0
+    return 0.0 if decision.cost is None else min(decision.cost.first_token_s, EXPECTED_PREFILL_MAX_S)
 
 
 def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
@@ -299,3 +325,10 @@ def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     if not worker_token or endpoint.token_refused:
         return True
     return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+
+
+def _history_blocks_max(endpoint: Endpoint) -> int | None:
+    """How much of our own history counts as cached there; None where events tell."""
+    if endpoint.knowledge is Knowledge.EXACT or endpoint.report is None:
+        return None
+    return endpoint.report.blocks.total or APPROXIMATE_BLOCKS_MAX

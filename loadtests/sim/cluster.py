@@ -13,6 +13,7 @@ from loadtests.sim.block_store import Change
 from loadtests.sim.clock import VirtualClock
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
 from loadtests.sim.policies.routing_policy import RoutingPolicy
+from loadtests.sim.restarts import schedule_storm
 from loadtests.sim.sim_gateway import SimGateway
 from loadtests.sim.sim_request import SimRequest, requests_of, scheme_of
 from loadtests.sim.sim_worker import SimWorker, WorkerListener
@@ -22,7 +23,9 @@ from loadtests.traces import Trace
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
     """Delays are one way. `event_loss_ratio` of the batches never arrive; the hole is found by the next batch, and a
-    snapshot follows after `resync_s`. `coalesce` False runs every decode step by itself."""
+    snapshot follows after `resync_s`. `coalesce` False runs every decode step by itself. `shared_ledger`: what one
+    gateway books the others know at once, as the processes of one gateway do; without it they know reports alone.
+    `restart_storm`: see restarts.py."""
 
     num_workers: int = 8
     blocks_per_worker: int = 4096
@@ -35,6 +38,8 @@ class ClusterSettings:
     resync_s: float = 0.1
     poll_interval_s: float = 1.0
     coalesce: bool = True
+    shared_ledger: bool = False
+    restart_storm: bool = False
 
 
 class Cluster:
@@ -45,15 +50,17 @@ class Cluster:
         self.requests = requests_of(trace)
         self.clock = VirtualClock()
         scheme = scheme_of(trace)
-        self.workers = [SimWorker(f"w{number:04d}", self.clock, settings.model,
-                                  num_blocks=settings.blocks_per_worker, scheme=scheme,
-                                  listener=self._listener(number), coalesce=settings.coalesce)
-                        for number in range(settings.num_workers)]
+        self._scheme = scheme
+        self.workers = [self._new_worker(number) for number in range(settings.num_workers)]
+        self.retired: list[SimWorker] = []
         self._worker_of = {worker.worker_id: worker for worker in self.workers}
         self.gateways = [SimGateway([worker.worker_id for worker in self.workers],
                                     new_policy(), scheme,
                                     seed=settings.seed * 7919 + number, first_report=self.workers[0].report())
                          for number in range(settings.num_gateways)]
+        if settings.shared_ledger:
+            for gateway in self.gateways[1:]:
+                gateway.join(self.gateways[0])
         self._losses = random.Random(settings.seed)
         self._uses_index = self.gateways[0].policy.uses_index
         self._num_batches = dict.fromkeys(self._worker_of, 0)
@@ -65,6 +72,8 @@ class Cluster:
         self._arrive_next(0)
         for number, worker in enumerate(self.workers):
             self._poll_later(worker, self.settings.poll_interval_s * (number + 1) / len(self.workers))
+        if self.settings.restart_storm:
+            schedule_storm(self)
         step, shown = self.clock.step, 0
         while self.num_done < total:
             step()
@@ -83,12 +92,40 @@ class Cluster:
 
     def _arrive(self, request: SimRequest) -> None:
         self._arrive_next(request.index + 1)
+        self._route(request)
+
+    def _route(self, request: SimRequest) -> None:
         decision = self._gateway_of(request).route(request, self.clock.now)
         request.worker_id, request.predicted_tokens = decision.endpoint_id, decision.matched_tokens
         worker = self._worker_of[decision.endpoint_id]
         self.clock.after(self.settings.network_s, lambda: self._submit(worker, request))
 
+    def restart(self, number: int) -> None:
+        """A worker is replaced by a cold one on the same address; its requests begin again elsewhere, or there."""
+        old = self.workers[number]
+        new = self.workers[number] = self._worker_of[old.worker_id] = self._new_worker(number)
+        self.retired.append(old)
+        self._num_batches[old.worker_id] = 0
+        for gateway in self.gateways:
+            gateway.replaced(old.worker_id, new.report())
+        for request in old.stop():
+            gateway = self._gateway_of(request)
+            self.clock.after(self.settings.network_s, self._again(gateway, request))
+
+    def _again(self, gateway: SimGateway, request: SimRequest) -> Callable[[], None]:
+        def route() -> None:
+            gateway.ended(request, well=False)
+            self._route(request)
+        return route
+
+    def _new_worker(self, number: int) -> SimWorker:
+        settings = self.settings
+        return SimWorker(f"w{number:04d}", self.clock, settings.model, num_blocks=settings.blocks_per_worker,
+                         scheme=self._scheme, listener=self._listener(number), coalesce=settings.coalesce)
+
     def _submit(self, worker: SimWorker, request: SimRequest) -> None:
+        if worker.is_stopped:   # it was on its way there
+            worker = self._worker_of[worker.worker_id]
         if not worker.submit(request):
             request.failed = True
             self.clock.after(self.settings.network_s, lambda: self._end(request))
@@ -102,8 +139,9 @@ class Cluster:
         clock, network_s = self.clock, self.settings.network_s
 
         def first_token(request: SimRequest, cached_tokens: int) -> None:
-            request.cached_tokens = cached_tokens
-            request.first_token_at = clock.now + network_s
+            if request.first_token_at is None:
+                request.cached_tokens = cached_tokens
+                request.first_token_at = clock.now + network_s
             clock.after(network_s, lambda: self._gateway_of(request).first_token(request))
 
         def finished(request: SimRequest) -> None:
@@ -124,11 +162,15 @@ class Cluster:
     def _delivery(self, gateway: SimGateway, worker: SimWorker, seq: int,
                   changes: list[Change]) -> Callable[[], None]:
         def deliver() -> None:
+            if worker.is_stopped:
+                return   # its connection is gone
             if not gateway.changes(worker.worker_id, seq, changes):
                 self.clock.after(self.settings.resync_s, lambda: self._resync(gateway, worker))
         return deliver
 
     def _resync(self, gateway: SimGateway, worker: SimWorker) -> None:
+        if worker.is_stopped:
+            return
         worker.observe()
         gateway.restart(worker.worker_id, self._num_batches[worker.worker_id], worker.pool.snapshot())
 
@@ -136,6 +178,7 @@ class Cluster:
         self.clock.after(delay_s, lambda: self._poll(worker))
 
     def _poll(self, worker: SimWorker) -> None:
+        worker = self._worker_of[worker.worker_id]
         report = worker.report()
         for gateway in self.gateways:
             gateway.reported(worker.worker_id, report)

@@ -5,15 +5,21 @@ Owns flags, progress and what is printed. The result is a function of trace, fla
 
 from __future__ import annotations
 
+import argparse
 import sys
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import orjson
 
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel, from_rates
+from loadtests.sim.grid import Cell, grid_report, run_cell
+from loadtests.sim.grid_report import as_table as grid_table
+from loadtests.sim.grid_report import write_grid
 from loadtests.sim.policies import POLICIES
 from loadtests.sim.report import as_table, write_report
 from loadtests.sim.simulation import SimulationPlan, prepare, report_of, run_policy
@@ -23,59 +29,115 @@ from worker.protocol.command_line import EXIT_OK, CommandParser, exit_with_probl
 
 PROG = "headstart simulate"
 DEFAULT_SYNTHETIC_REQUESTS = 2000
+PERCENT_FROM = 2.0
+TRACES_KEPT = 16
+Number = TypeVar("Number", int, float)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0, or 2 when trace or flags are unusable."""
     args = _parser().parse_args(argv)
     try:
-        trace = _trace(args.trace, args.requests, seed=args.seed, block_size=args.block_size)
-        plan = SimulationPlan(num_workers=args.workers, load=None if args.load == "recorded" else float(args.load),
-                              capacity=args.capacity, model=_model(args.model), seed=args.seed,
-                              num_gateways=args.gateways, event_delay_s=args.event_delay,
-                              event_loss_ratio=args.event_loss, coalesce=not args.every_step)
+        cells = _cells(args)
         policies = _policies(args.policy)
-        _check(plan)
+        for cell in cells:
+            _check(cell.plan)
+        if len(cells) == 1 and cells[0].num_seeds == 1:
+            return _one(args, cells[0], policies)
+        return _many(args, cells, policies)
     except (TraceError, ValueError, OSError) as error:
         exit_with_problems(PROG, [str(error)])
-    prepared = prepare(trace, plan)
+
+
+def _one(args: argparse.Namespace, cell: Cell, policies: Sequence[str]) -> int:
+    plan = cell.plan
+    prepared = prepare(_trace(args, cell.trace_name, plan.seed), plan)
     results = [run_policy(prepared, policy, _progress(policy)) for policy in policies]
     report = report_of(prepared, plan, results)
     if args.report is not None:
         write_report(report, args.report)
-    sys.stdout.write(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n" if args.json
-                     else as_table(report) + "\n")
+    _print(args, report, as_table(report))
     return EXIT_OK
+
+
+def _many(args: argparse.Namespace, cells: Sequence[Cell], policies: Sequence[str]) -> int:
+    """A grid: what has been done so far is written after every cell, since a grid takes long."""
+    done: list[dict[str, Any]] = []
+    load = lru_cache(TRACES_KEPT)(lambda name, seed: _trace(args, name, seed))
+    for cell in cells:
+        done.append(run_cell(cell, load, policies, _show_step()))
+        report = grid_report(done, cell.plan)
+        if args.report is not None:
+            write_grid(report, args.report)
+    _print(args, report, grid_table(report))
+    return EXIT_OK
+
+
+def _print(args: argparse.Namespace, report: dict[str, Any], table: str) -> None:
+    text = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() if args.json else table
+    sys.stdout.write(text + "\n")
+
+
+def _cells(args: argparse.Namespace) -> list[Cell]:
+    if args.seeds < 1:
+        raise ValueError("--seeds should be at least 1")
+    model = _model(args.model)
+    return [Cell(name, SimulationPlan(
+        num_workers=workers, load=load, capacity=capacity, model=model, seed=args.seed, num_gateways=args.gateways,
+        event_delay_s=args.event_delay, event_loss_ratio=args.event_loss, coalesce=not args.every_step,
+        shared_ledger=args.shared_ledger, restart_storm=args.restart_storm), args.seeds)
+        for name in args.trace for workers in _numbers("--workers", args.workers, int)
+        for capacity in map(_share, _numbers("--capacity", args.capacity, float))
+        for load in ([None] if args.load == "recorded" else map(_share, _numbers("--load", args.load, float)))]
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag} should be numbers with commas between, is {text!r}") from None
+
+
+def _share(value: float) -> float:
+    """50 and 0.5 are one half: nobody asks for more than PERCENT_FROM times everything."""
+    return value / 100 if value > PERCENT_FROM else value
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(PROG, summary="Routing policies on a trace, in virtual time. Reproducible from seed and "
                            "commit.", example=f"{PROG} traces/conversation.jsonl.gz --workers 8 --policy all")
-    parser.add_argument("trace", metavar="TRACE", help=f"a trace file (.jsonl, .jsonl.gz), or one of the synthetic "
-                        f"workloads: {', '.join(WORKLOADS)}")
-    parser.add_argument("--workers", type=int, default=8, metavar="N", help="simulated workers (default 8)")
+    parser.add_argument("trace", metavar="TRACE", nargs="+", help="a trace file (.jsonl, .jsonl.gz), or one of "
+                        f"the synthetic workloads: {', '.join(WORKLOADS)}")
+    parser.add_argument("--workers", default="8", metavar="N[,N...]", help="simulated workers (default 8)")
     parser.add_argument("--policy", default="headstart", metavar="NAME[,NAME...]",
                         help=f"all, or some of {', '.join(POLICIES)} (default headstart)")
-    parser.add_argument("--load", default="0.8", metavar="SHARE", help="arrival rate as a share of saturation, or "
-                        "'recorded' for the trace's own times (default 0.8)")
-    parser.add_argument("--capacity", type=float, default=0.2, metavar="SHARE", help="KV blocks of all workers "
-                        "together as a share of the trace's distinct blocks (default 0.2)")
+    parser.add_argument("--load", default="0.8", metavar="SHARE[,...]", help="arrival rate as a share of saturation, "
+                        f"above {PERCENT_FROM:.0f} in per cent; or 'recorded': the trace's own times (default 0.8)")
+    parser.add_argument("--capacity", default="0.2", metavar="SHARE[,...]", help="KV blocks of all workers together "
+                        "as a share of the trace's distinct blocks (default 0.2)")
     parser.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME", help=f"how fast a worker is: "
                         f"{', '.join(MODELS)}, or a live worker's URL, for its rates (default {DEFAULT_MODEL})")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N; for a synthetic workload how "
                         f"many to make (default {DEFAULT_SYNTHETIC_REQUESTS})")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="instead of the trace's own")
     parser.add_argument("--gateways", type=int, default=1, metavar="N", help="gateway replicas (default 1)")
+    parser.add_argument("--shared-ledger", action="store_true", help="gateways know each other's bookings at once, "
+                        "as the processes of one gateway do")
+    parser.add_argument("--restart-storm", action="store_true", help="in the middle every worker is replaced by a "
+                        "cold one, one after the other")
     parser.add_argument("--event-delay", type=float, default=0.002, metavar="S", help="lag of cache events")
     parser.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE", help="events that never arrive")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed (default 0)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many seeds, compared in pairs, with "
+                        "confidence intervals (default 1)")
     parser.add_argument("--every-step", action="store_true", help="run each decode step by itself: slower, equal")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, table and plots there")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
-def _trace(name: str, requests: int | None, *, seed: int, block_size: int | None) -> Trace:
+def _trace(args: argparse.Namespace, name: str, seed: int) -> Trace:
+    requests, block_size = args.requests, args.block_size
     if requests is not None and requests < 1:
         raise ValueError("--requests should be at least 1")
     if block_size is not None and block_size < 1:
@@ -116,6 +178,12 @@ def _check(plan: SimulationPlan) -> None:
         raise ValueError("--load and --capacity should be above 0: they are shares")
     if not 0 <= plan.event_loss_ratio < 1:
         raise ValueError("--event-loss is a share, at least 0 and below 1")
+
+
+def _show_step() -> Callable[[str], None] | None:
+    if not sys.stderr.isatty():
+        return None
+    return lambda step: print(f"\r\x1b[K{step}", end="", file=sys.stderr, flush=True)
 
 
 def _progress(policy: str) -> Callable[[int, int], None] | None:

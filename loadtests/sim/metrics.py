@@ -60,7 +60,11 @@ def result_of(cluster: Cluster, policy: str, bounds: CacheBounds) -> PolicyResul
     ttft = sorted((request.first_token_at or 0.0) - request.arrives_at for request in done)
     whole = sorted((request.ended_at or 0.0) - request.arrives_at for request in done)
     prompt = sum(request.prompt_tokens for request in done)
-    counted = {worker.worker_id: 0 for worker in cluster.workers}
+    workers, retired = cluster.workers, cluster.retired
+    computed = {worker.worker_id: worker.scheduler.counters.computed_positions for worker in workers}
+    for worker in retired:
+        computed[worker.worker_id] += worker.scheduler.counters.computed_positions
+    counted = {worker.worker_id: 0 for worker in workers}
     for request in done:
         counted[request.worker_id] += 1
     span_s = cluster.clock.now
@@ -69,12 +73,12 @@ def result_of(cluster: Cluster, policy: str, bounds: CacheBounds) -> PolicyResul
         ttft_p95_s=quantile(ttft, 0.95), ttft_p99_s=quantile(ttft, 0.99), ttft_max_s=ttft[-1] if ttft else 0.0,
         hit_token_ratio=sum(request.cached_tokens for request in done) / max(1, prompt),
         ideal_hit_token_ratio=bounds.infinite_ratio,
-        max_mean_load=_max_mean([worker.scheduler.counters.computed_positions for worker in cluster.workers]),
+        max_mean_load=_max_mean(list(computed.values())),
         requests=len(done), failed=len(cluster.requests) - len(done),
         one_cache_hit_token_ratio=bounds.one_cache_ratio, request_mean_s=_mean(whole),
         request_p99_s=quantile(whole, 0.99), max_mean_requests=_max_mean(list(counted.values())),
-        preemptions=sum(worker.scheduler.counters.preemptions for worker in cluster.workers),
-        busy_ratio=sum(worker.busy_s for worker in cluster.workers) / max(1e-9, span_s) / len(cluster.workers),
+        preemptions=sum(worker.scheduler.counters.preemptions for worker in workers + retired),
+        busy_ratio=sum(worker.busy_s for worker in workers + retired) / max(1e-9, span_s) / len(workers),
         span_s=span_s)
 
 

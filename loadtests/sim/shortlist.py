@@ -30,7 +30,8 @@ class Shortlist:
         count = len(views)
         self._token_s, self._step_s = np.zeros(count), np.zeros(count)
         self._queued, self._active, self._context = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._free, self._cached = np.zeros(count), np.zeros(count)
+        self._free, self._cached, self._pool = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._inflight, self._booked_at, self._running = np.zeros(count), np.zeros(count), np.zeros(count)
         self._block_size = views[0].block_size
         for view in views:
             self.update(view, loads.get(view.endpoint_id, NO_LOAD))
@@ -42,7 +43,11 @@ class Shortlist:
         self._queued[row] = max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens)
         self._active[row] = max(load.num_inflight, view.num_running + view.num_waiting)
         self._context[row] = max(load.decode_context_tokens, view.decode_context_tokens)
-        self._free[row], self._cached[row] = view.blocks_free, view.blocks_cached
+        self._free[row] = (view.blocks_free * view.block_size - view.waiting_prefill_tokens
+                           - load.held_tokens + view.held_tokens_at_report)
+        self._cached[row], self._pool[row] = view.blocks_cached * view.block_size, view.blocks_total * view.block_size
+        self._inflight[row], self._booked_at[row] = load.num_inflight, load.booked_at_sum
+        self._running[row] = max(load.num_decoding, view.num_running, 1)
 
     def narrow(self, given: PickInput) -> Sequence[EndpointView]:
         """The endpoints among which pick() chooses as it would among all. Those without rates of their own come with
@@ -67,13 +72,26 @@ class Shortlist:
         uncached = prompt - matched
         prefill = uncached * token_s * (1 + (matched + prompt) / (2 * cost.ATTENTION_DOUBLING_TOKENS))
         stream = np.maximum(cost.STREAM_STEP_SHARE * step_s, token_s)
-        decode = output * stream * (self._active + self._context / cost.ATTENTION_DOUBLING_TOKENS)
-        missing = np.maximum(np.ceil((uncached + output + self._queued) / self._block_size) - self._free, 0)
-        evicted = np.minimum(missing, self._cached)
-        memory = (cost.EVICTED_REUSE_RATIO * evicted + missing - evicted) * self._block_size * token_s
-        stall = cost.STALL_WEIGHT * self._active * prefill
-        total: np.ndarray = prefill + self._queued * token_s + decode + stall + memory
+        slowed = self._active + self._context / cost.ATTENTION_DOUBLING_TOKENS
+        others = cost.STREAM_WEIGHT * output * stream * slowed + cost.STALL_WEIGHT * self._active * prefill
+        steps = np.where(self._active > 0, (0.5 + (self._queued + uncached) / cost.BATCH_TOKENS) * step_s, 0.0)
+        evicted = np.maximum(uncached + output - np.maximum(self._free, 0), 0)
+        evict = np.where(self._pool > 0, cost.EVICTED_REUSE_RATIO * evicted * token_s, 0.0)
+        total: np.ndarray = (prefill + self._queued * token_s + steps + others + evict
+                             + self._room(given, matched, uncached, step_s))
         return total
+
+    def _room(self, given: PickInput, matched: np.ndarray, uncached: np.ndarray, step_s: np.ndarray) -> np.ndarray:
+        available = self._free + self._cached
+        missing = uncached + matched * (1 - given.shared_ratio) + cost.ROOM_KEPT_RATIO * self._pool - available
+        is_short = (self._pool > 0) & (missing > 0) & ((self._active > 0) | (available <= 0))
+        life = given.expected_output_tokens * step_s
+        with np.errstate(divide="ignore", invalid="ignore"):
+            left = 2 * (1 - (given.now - self._booked_at / self._inflight) / life)
+            left = np.clip(left, cost.LIFE_LEFT_MIN, cost.LIFE_LEFT_MAX)
+            share = np.maximum(missing / self._pool, 1 / self._running)
+        left = np.where((self._inflight > 0) & (life > 0), left, 1.0)
+        return np.where(is_short, life * left * share, 0.0)
 
 
 def _with_rates(view: EndpointView, rates: cost.Rates) -> EndpointView:

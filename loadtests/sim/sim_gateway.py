@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.routing.endpoint import EndpointView, Knowledge
-from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
+from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
@@ -34,6 +35,7 @@ class _Known:
     own_load_at_report: LoadView
     next_seq: int = 0
     in_sequence: bool = True
+    epoch: int = 0
 
 
 @dataclass(slots=True)
@@ -58,10 +60,12 @@ class SimGateway:
         self._ledger = LoadLedger()
         self._loads: dict[str, LoadView] = {}
         self._turn = 0
+        self._outputs = OutputLength()
         self._placed: dict[int, Placed] = {}
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
         self._views: list[EndpointView] = []
+        self._siblings = [self]   # who books in this ledger
         for worker_id in worker_ids:
             self._views.append(self._view(worker_id))
 
@@ -71,7 +75,8 @@ class SimGateway:
         matches = self._index.match(hashes, now) if self.policy.uses_index else {}
         decision = self.policy.choose(PickInput(
             endpoints=self._views, prompt_tokens=request.prompt_tokens, matches=matches, loads=self._loads,
-            random_ratio=self._draw.random(), turn=self._turn), request)
+            expected_output_tokens=self._outputs.expected(""), random_ratio=self._draw.random(), turn=self._turn,
+            now=now, shared_ratio=self._ledger.shared_ratio), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
@@ -83,11 +88,29 @@ class SimGateway:
         self._load_changed(placed.worker_id)
         self.policy.prefill_done(request, placed.worker_id)
 
-    def ended(self, request: SimRequest) -> None:
+    def join(self, other: SimGateway) -> None:
+        """From now on both book in one ledger, as the processes of one gateway do."""
+        self._ledger, self._loads = other._ledger, other._loads
+        self._siblings = other._siblings
+        self._siblings.append(self)
+
+    def replaced(self, worker_id: str, report: Report) -> None:
+        """The worker is another process now: nothing is there that was believed, and nothing booked."""
+        known = self._known[worker_id]
+        known.epoch += 1
+        known.next_seq, known.in_sequence = 0, True
+        self._index.purge(worker_id)
+        self._ledger.forget(worker_id, f"{EPOCH} {known.epoch - 1}")
+        self._loads.pop(worker_id, None)
+        self.reported(worker_id, report)
+
+    def ended(self, request: SimRequest, *, well: bool = True) -> None:
         placed = self._placed.pop(request.index)
         placed.booking.release()
         self._load_changed(placed.worker_id)
         self.policy.ended(request, placed.worker_id)
+        if well:
+            self._outputs.observe("", request.output_tokens)
 
     def reported(self, worker_id: str, report: Report) -> None:
         """The worker's answer to a poll arrived."""
@@ -131,12 +154,16 @@ class SimGateway:
 
     def _book(self, request: SimRequest, decision: RoutingDecision, now: float) -> None:
         worker_id = decision.endpoint_id
-        booking = self._ledger.book(worker_id, EPOCH, prefill_tokens=decision.uncached_tokens,
-                                    context_tokens=request.prompt_tokens)
+        block_size = self._scheme.block_size
+        booking = self._ledger.book(
+            worker_id, f"{EPOCH} {self._known[worker_id].epoch}", prefill_tokens=decision.uncached_tokens,
+            context_tokens=request.prompt_tokens,
+            footprint=Footprint(request.hashes, decision.matched_tokens // block_size, decision.matched_tokens,
+                                self._outputs.expected(""), now))
         bet = None
         if self.policy.uses_index:
-            cost = next((cost for cost in decision.candidates if cost.endpoint_id == worker_id), None)
-            prefill_s = cost.queue_s + cost.prefill_s if cost is not None else 0.0
+            cost = decision.cost
+            prefill_s = cost.first_token_s if cost is not None else 0.0
             bet = self._index.speculate(worker_id, request.hashes, now + prefill_s + self.policy.speculative_ttl_s)
         self._placed[request.index] = Placed(worker_id, booking, bet)
         self._load_changed(worker_id)
@@ -144,7 +171,8 @@ class SimGateway:
 
     def _load_changed(self, worker_id: str) -> None:
         self._loads[worker_id] = self._ledger.load(worker_id)
-        self._renew(worker_id)
+        for gateway in self._siblings:
+            gateway._renew(worker_id)
 
     def _renew(self, worker_id: str) -> None:
         view = self._views[self._known[worker_id].position] = self._view(worker_id)
@@ -169,4 +197,5 @@ class SimGateway:
             num_waiting=max(0, report.num_waiting - max(0, num_ended - report.num_running)),
             waiting_prefill_tokens=max(0, waiting - prefill_done),
             running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
-            decode_context_tokens=max(0, report.decode_context_tokens - context_gone))
+            decode_context_tokens=max(0, report.decode_context_tokens - context_gone),
+            held_tokens_at_report=before.held_tokens)

@@ -74,6 +74,7 @@ class SimWorker:
         self._planned_work = 0, 0
         self._plain_ends: list[float] = []   # instants at which the skipped-over steps end, and their lengths
         self._plain_lengths: list[float] = []
+        self._is_stopped = False
         self._ticket = 0                     # of the wake-up that counts; earlier ones are stale
         # As after the warm-up of a worker that has been up for a while.
         self._prefill_tokens = float(WARM_UP_TOKENS)
@@ -92,6 +93,20 @@ class SimWorker:
         if self._plan is None:
             self._begin_step(self._clock.now)
         return True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its process is gone."""
+        return self._is_stopped
+
+    def stop(self) -> list[SimRequest]:
+        """The process is gone, now: what was under way, in order of arrival."""
+        self.observe()
+        self._is_stopped = True
+        self._ticket += 1   # no step of it ends any more
+        self._plain_ends, self._plain_lengths = [], []
+        lost, self._requests = list(self._requests.values()), {}
+        return lost
 
     def report(self) -> Report:
         """As of now."""

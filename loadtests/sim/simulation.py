@@ -34,6 +34,8 @@ class SimulationPlan:
     event_delay_s: float = 0.002
     event_loss_ratio: float = 0.0
     coalesce: bool = True
+    shared_ledger: bool = False
+    restart_storm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
         trace = trace.at_rate(plan.load * saturation)
     settings = ClusterSettings(num_workers=plan.num_workers, blocks_per_worker=per_worker, model=plan.model,
                                num_gateways=plan.num_gateways, seed=plan.seed, event_delay_s=plan.event_delay_s,
-                               event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce)
+                               event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce,
+                               shared_ledger=plan.shared_ledger, restart_storm=plan.restart_storm)
     return Prepared(trace, settings, bounds, commit())
 
 
@@ -81,6 +84,7 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "blocks_per_worker": settings.blocks_per_worker, "model": plan.model.name,
             "model_source": plan.model.source, "gateways": plan.num_gateways,
             "event_delay_s": plan.event_delay_s, "event_loss_ratio": plan.event_loss_ratio,
+            "shared_ledger": plan.shared_ledger, "restart_storm": plan.restart_storm,
             "policies": [result.as_dict() for result in results]}
 
 

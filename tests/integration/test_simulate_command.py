@@ -36,6 +36,26 @@ def test_json_report_and_files(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "ttft.png").stat().st_size > 0
 
 
+def test_a_grid_is_one_report_with_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([TRACE, "zero_sharing", "--requests", "24", "--workers", "1,2", "--load", "50,0.9", "--seeds", "2",
+                 "--policy", "headstart,least_load", "--report", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(cell["trace"], cell["workers"], cell["load"]) for cell in report["cells"]] == [
+        (trace, workers, load) for trace in ("mooncake_small", "zero_sharing") for workers in (1, 2)
+        for load in (0.5, 0.9)]
+    for cell in report["cells"]:
+        assert [policy["policy"] for policy in cell["policies"]] == ["headstart", "least_load"]
+        assert all(policy["requests"] == 48 for policy in cell["policies"])
+        judged = cell["verdicts"]["ttft_p99_s"]
+        assert judged["rival"] == "least_load"
+        assert judged["low"] <= judged["ratio"] <= judged["high"]
+    alone = report["cells"][0]["verdicts"]["ttft_p50_s"]
+    assert (alone["ratio"], alone["outcome"], alone["sure"]) == (1.0, "within", False)  # one worker: no choice
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert "wins" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "p99.png").stat().st_size > 0
+
+
 def test_a_table_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([TRACE, "--requests", "10", "--policy", "random,headstart", "--load", "recorded"]) == 0
     assert "of one cache" in capsys.readouterr().out
@@ -43,7 +63,9 @@ def test_a_table_by_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["absent.jsonl"], "No such file"), ([TRACE, "--policy", "fastest"], "unknown policy"),
-    ([TRACE, "--workers", "0"], "--workers"), ([TRACE, "--load", "-1"], "--load"), ([TRACE, "--load", "x"], "float"),
+    ([TRACE, "--workers", "0"], "--workers"), ([TRACE, "--load", "-1"], "--load"),
+    ([TRACE, "--load", "x"], "--load should be numbers"),
+    ([TRACE, "--seeds", "0"], "--seeds"),
     ([TRACE, "--event-loss", "1"], "--event-loss"), ([TRACE, "--model", "gpt"], "unknown model"),
     ([TRACE, "--model", "http://127.0.0.1:9"], "GET /kv"), ([TRACE, "--requests", "0"], "--requests")])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], says: str,

@@ -104,6 +104,30 @@ def test_two_replicas_share_the_work() -> None:
     assert not any(gateway._placed for gateway in cluster.gateways)
 
 
+def test_with_one_ledger_each_replica_sees_what_the_other_books() -> None:
+    trace = random_trace(5, 120, 64)
+    apart = finished(trace, SimulationPlan(num_workers=4, load=0.8, num_gateways=2))
+    joined = finished(trace, SimulationPlan(num_workers=4, load=0.8, num_gateways=2, shared_ledger=True))
+    assert joined.gateways[0]._ledger is joined.gateways[1]._ledger
+    assert apart.gateways[0]._ledger is not apart.gateways[1]._ledger
+    assert all(load.num_inflight == 0 for load in joined.gateways[0]._ledger.loads().values())
+
+
+def test_a_restart_storm_loses_caches_and_no_request() -> None:
+    trace = random_trace(9, 200, 64)
+    calm = finished(trace, SimulationPlan(num_workers=3, load=0.8, capacity=0.5))
+    storm = finished(trace, SimulationPlan(num_workers=3, load=0.8, capacity=0.5, restart_storm=True, num_gateways=2))
+    assert len(storm.retired) == 3
+    assert all(request.ended_at is not None and not request.failed for request in storm.requests)
+    assert not any(gateway._placed for gateway in storm.gateways)
+    assert sum(request.cached_tokens for request in storm.requests) < sum(
+        request.cached_tokens for request in calm.requests)
+    for worker in storm.workers:
+        worker.scheduler.check_invariants()
+        for gateway in storm.gateways:  # nothing of the former life is believed
+            assert gateway._index.num_blocks(worker.worker_id) <= worker.pool.num_sealed
+
+
 def test_events_without_tokens_mean_what_the_workers_events_mean() -> None:
     """The same life of two pools, one told by hashes, one by the worker's events through the gateway's applier."""
     trace = random_trace(11, 120, 16)
@@ -151,12 +175,15 @@ def random_fleet(draw: random.Random) -> PickInput:
                                   blocks_free=draw.choice((0, 5, 500)), blocks_cached=draw.choice((0, 40, 400)),
                                   num_running=draw.randrange(6), num_waiting=draw.randrange(2),
                                   waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
-                                  decode_context_tokens=draw.choice((0, 9000))))
+                                  decode_context_tokens=draw.choice((0, 9000)),
+                                  held_tokens_at_report=draw.choice((0, 3000, 60_000))))
         if draw.random() < 0.7:
-            loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)))
+            loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)),
+                                   draw.randrange(4), draw.randrange(9000), draw.uniform(0, 400))
         if draw.random() < 0.3:
             matches[name] = Match(draw.randrange(40), draw.randrange(3))
-    return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random())
+    return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random(),
+                     now=draw.uniform(100, 110), shared_ratio=draw.random())
 
 
 def test_a_shortlist_changes_no_decision() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.routing.load_ledger import NO_LOAD, Booking, LoadLedger, LoadView
+from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
 
 ENDPOINTS = ("a", "b")
 tokens = st.integers(0, 5000)
@@ -21,6 +21,8 @@ class OpenBooking:
     prefill_tokens: int
     context_tokens: int
     handle: Booking
+    chain: list[int]
+    matched_blocks: int
     streaming: bool = False
     released: bool = False
 
@@ -32,12 +34,17 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         self.epochs = dict.fromkeys(ENDPOINTS, 0)
         self.bookings: list[OpenBooking] = []
 
-    @rule(endpoint_id=st.sampled_from(ENDPOINTS), prefill_tokens=tokens, context_tokens=tokens)
-    def book(self, endpoint_id: str, prefill_tokens: int, context_tokens: int) -> None:
+    @rule(endpoint_id=st.sampled_from(ENDPOINTS), prefill_tokens=tokens, context_tokens=tokens,
+          prefix=st.sampled_from([1, 2]), matches=st.booleans(), at=st.integers(0, 100))
+    def book(self, endpoint_id: str, prefill_tokens: int, context_tokens: int, prefix: int = 1,
+             matches: bool = False, at: int = 0) -> None:
         epoch = self.epochs[endpoint_id]
+        chain, matched_blocks = [prefix, 10 * prefix, 1000 + len(self.bookings)], 2 * matches
         handle = self.ledger.book(endpoint_id, str(epoch), prefill_tokens=prefill_tokens,
-                                  context_tokens=context_tokens)
-        self.bookings.append(OpenBooking(endpoint_id, epoch, prefill_tokens, context_tokens, handle))
+                                  context_tokens=context_tokens,
+                                  footprint=Footprint(chain, matched_blocks, 16 * matched_blocks, 8, float(at)))
+        self.bookings.append(OpenBooking(endpoint_id, epoch, prefill_tokens, context_tokens, handle, chain,
+                                         matched_blocks))
 
     @precondition(lambda self: self.bookings)
     @rule(data=st.data(), times=st.integers(1, 2))
@@ -73,9 +80,19 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         for endpoint_id in ENDPOINTS:
             open_now = [booking for booking in self.bookings if booking.endpoint_id == endpoint_id
                         and booking.epoch == self.epochs[endpoint_id] and not booking.released]
-            assert self.ledger.load(endpoint_id) == LoadView(
+            # A prefix that one of them found in the cache is held once while any of its sharers is there; one that
+            # somebody computes himself counts with him, and passes to nobody.
+            load = self.ledger.load(endpoint_id)
+            private = sum(b.prefill_tokens + 4 for b in open_now)
+            prefixes = {b.chain[0] for b in open_now}
+            assert load == LoadView(
                 len(open_now), sum(b.prefill_tokens for b in open_now if not b.streaming),
-                sum(b.context_tokens for b in open_now if b.streaming))
+                sum(b.context_tokens for b in open_now if b.streaming), sum(b.streaming for b in open_now),
+                load.held_tokens, sum(b.handle.footprint.at for b in open_now))
+            assert private <= load.held_tokens <= private + 32 * len(prefixes)
+            for prefix in prefixes:
+                if all(b.matched_blocks for b in self.bookings if b.chain[0] == prefix):
+                    assert (load.held_tokens - private) // 32 >= 1
 
     def teardown(self) -> None:
         for booking in reversed(self.bookings):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost
+from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.picker import TIE_RATIO, TIE_S, NoEndpoint, PickInput, RoutingDecision, pick
@@ -18,7 +18,7 @@ from gateway.routing.prefix_index import Match
 counts = st.integers(0, 64)
 tokens = st.integers(0, 100_000)
 ratios = st.floats(0, 1, exclude_max=True)
-loads = st.builds(LoadView, counts, tokens, tokens)
+loads = st.builds(LoadView, counts, tokens, tokens, counts, tokens, st.floats(0, 1000))
 matches = st.builds(Match, st.integers(0, 400), st.integers(0, 50))
 views = st.builds(
     EndpointView, endpoint_id=st.sampled_from("abcdefgh"), epoch=st.just("1"), models=st.just(frozenset({"m"})),
@@ -27,7 +27,7 @@ views = st.builds(
     decode_step_s=st.sampled_from([0.0, 0.01, 0.06]), blocks_total=st.sampled_from([0, 1000]),
     blocks_free=st.integers(0, 1000), blocks_cached=st.integers(0, 1000), num_running=counts, num_waiting=counts,
     waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
-    price_s=st.floats(-10, 10))
+    held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10))
 fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
 inputs = st.builds(
     PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
@@ -77,8 +77,37 @@ def test_the_choice_is_within_a_tie_of_the_cheapest_and_explains_itself(given_: 
         assert all(term >= 0 for term in terms(cost)[:-1])
 
 
+@settings(max_examples=200, deadline=None)
+@given(given_=inputs)
+def test_the_choice_is_as_if_every_endpoint_had_been_priced(given_: PickInput) -> None:
+    decision = pick(given_)
+    assume(isinstance(decision, RoutingDecision))
+    assert isinstance(decision, RoutingDecision)
+    costs = decision.candidates
+    best = min(cost.total_s for cost in costs)
+    tied = [cost for cost in costs if cost.total_s <= best + TIE_RATIO * abs(best) + TIE_S]
+    least = min(cost.uncached_tokens for cost in tied)
+    tied = [cost for cost in tied if cost.uncached_tokens == least]
+    assert decision.cost == tied[int(given_.random_ratio * len(tied))]
+    assert decision.most_matched_tokens == max(cost.matched_tokens for cost in costs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(view=views, match=matches, load=loads, in_session=st.booleans(),
+       work=st.builds(Work, st.integers(0, 20_000), st.integers(0, 4096), st.just(0.0), ratios))
+def test_no_cost_is_below_the_least(view: EndpointView, match: Match, load: LoadView, in_session: bool,
+                                    work: Work) -> None:
+    name = view.endpoint_id
+    [least], most = least_costs([view], {name: match}, {name: load}, work, rates=Rates(),
+                                session=name if in_session else None)
+    cost = candidate_cost(view, match, load, work, rates=Rates(), in_session=in_session)
+    assert least <= cost.total_s
+    assert most == cost.matched_tokens
+
+
 def terms(cost: CandidateCost) -> tuple[float, ...]:
-    return (cost.prefill_s, cost.queue_s, cost.decode_s, cost.stall_s, cost.memory_s, cost.price_s, -cost.session_s)
+    return (cost.prefill_s, cost.queue_s, cost.steps_s, cost.room_s, cost.others_s, cost.evict_s, cost.price_s,
+            -cost.session_s)
 
 
 @settings(max_examples=80, deadline=None)
@@ -95,10 +124,10 @@ def test_the_order_of_endpoints_changes_no_cost(given_: PickInput) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(view=views, match=matches, load=loads, work=st.builds(Work, st.integers(1, 20_000), st.integers(0, 4096)),
-       more=st.integers(1, 1000))
+@given(view=views, match=matches, load=loads, more=st.integers(1, 1000),
+       work=st.builds(Work, st.integers(1, 20_000), st.integers(0, 4096), st.just(0.0), ratios))
 def test_more_cache_never_costs_more_and_more_load_never_costs_less(
-        view: EndpointView, match: Match, load: LoadView, work: Work, more: int) -> None:
+        view: EndpointView, match: Match, load: LoadView, more: int, work: Work) -> None:
     def total(view: EndpointView, match: Match, load: LoadView) -> float:
         return candidate_cost(view, match, load, work, rates=Rates()).total_s
 
@@ -109,4 +138,5 @@ def test_more_cache_never_costs_more_and_more_load_never_costs_less(
     assert total(view, match, load._replace(queued_prefill_tokens=load.queued_prefill_tokens + more)) >= base - slack
     longer_queue = replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more)
     assert total(longer_queue, match, load) >= base - slack
+    assert total(view, match, load._replace(held_tokens=load.held_tokens + more)) >= base - slack
     assert total(replace(view, blocks_free=view.blocks_free + more), match, load) <= base + slack

@@ -8,8 +8,12 @@ from gateway.routing.cost import (
     DEFAULT_DECODE_STEP_S,
     DEFAULT_PREFILL_TOKENS_PER_S,
     EVICTED_REUSE_RATIO,
+    LIFE_LEFT_MAX,
+    LIFE_LEFT_MIN,
     PRICE_MAX_S,
+    ROOM_KEPT_RATIO,
     SESSION_BONUS_TOKENS,
+    STREAM_WEIGHT,
     CandidateCost,
     Rates,
     Work,
@@ -27,20 +31,22 @@ def view(**changes: object) -> EndpointView:
 
 
 def cost(endpoint: EndpointView, match: Match = NO_MATCH, load: LoadView = NO_LOAD, *, prompt_tokens: int = 1000,
-         expected_output_tokens: int = 100, in_session: bool = False) -> CandidateCost:
-    return candidate_cost(endpoint, match, load, Work(prompt_tokens, expected_output_tokens),
+         expected_output_tokens: int = 100, in_session: bool = False, now: float = 0.0,
+         shared_ratio: float = 1.0) -> CandidateCost:
+    return candidate_cost(endpoint, match, load, Work(prompt_tokens, expected_output_tokens, now, shared_ratio),
                           rates=Rates(), in_session=in_session)
 
 
 def test_the_worked_example_at_the_top_of_the_file() -> None:
     worker = view(prefill_tokens_per_s=4000.0)
-    here = cost(worker, Match(50, 0), LoadView(3, 400, 0), expected_output_tokens=128)
+    here = cost(worker, Match(50, 0), LoadView(3, 600, 0), expected_output_tokens=128)
     assert (here.uncached_tokens, here.matched_tokens) == (200, 800)
     assert here.prefill_s == pytest.approx(0.053, abs=5e-4)
-    assert here.queue_s == pytest.approx(0.1)
-    assert here.decode_s == pytest.approx(0.154, abs=5e-4)
-    assert here.stall_s == pytest.approx(0.016, abs=5e-4)
-    assert here.total_s == pytest.approx(0.322, abs=5e-4)
+    assert here.queue_s == pytest.approx(0.15)
+    assert here.steps_s == pytest.approx(0.012, abs=5e-4)
+    assert here.others_s == pytest.approx(0.054, abs=5e-4)
+    assert here.total_s == pytest.approx(0.269, abs=5e-4)
+    assert here.first_token_s == pytest.approx(0.215, abs=5e-4)
     assert cost(worker, expected_output_tokens=128).total_s == pytest.approx(0.258, abs=5e-4)
 
 
@@ -72,20 +78,61 @@ def test_active_streams_are_the_larger_of_ledger_and_report() -> None:
 
 
 def test_a_stream_costs_one_prefilled_token_a_step_or_a_share_of_the_step() -> None:
-    assert cost(view(), load=LoadView(4, 0, 0)).decode_s == pytest.approx(4 * 100 * 0.001)
+    stall = 0.1 * 4 * cost(view()).prefill_s
+    assert cost(view(), load=LoadView(4, 0, 0)).others_s == pytest.approx(STREAM_WEIGHT * 4 * 100 * 0.001 + stall)
     fast = view(prefill_tokens_per_s=50_000.0, decode_step_s=0.01)
-    assert cost(fast, load=LoadView(4, 0, 0)).decode_s == pytest.approx(4 * 100 * 0.0002)
+    assert cost(fast, load=LoadView(4, 0, 0)).others_s == pytest.approx(
+        STREAM_WEIGHT * 4 * 100 * 0.0002 + 0.1 * 4 * cost(fast).prefill_s)
 
 
-@pytest.mark.parametrize(("free", "cached", "evicted", "missing"), [
-    (100, 0, 0, 0), (69, 900, 0, 0), (68, 900, 1, 0), (0, 900, 69, 0), (0, 9, 9, 60), (0, 0, 0, 69)])
-def test_memory_pressure(free: int, cached: int, evicted: int, missing: int) -> None:
-    worker = view(blocks_total=1000, blocks_free=free, blocks_cached=cached)
-    assert cost(worker).memory_s == pytest.approx((EVICTED_REUSE_RATIO * evicted + missing) * 0.016)
+def test_a_first_token_waits_for_the_decode_steps_in_between() -> None:
+    assert cost(view()).steps_s == 0.0
+    assert cost(view(), load=LoadView(1, 7192, 0)).steps_s == pytest.approx(1.5 * 0.02)
+
+
+@pytest.mark.parametrize(("free", "held", "evicted"), [
+    (69, 2000, 0), (68, 2000, 12), (0, 2000, 1100), (68, 2088, 100), (0, 900, 0), (0, 1000, 100)])
+def test_what_must_be_evicted_may_be_asked_for_again(free: int, held: int, evicted: int) -> None:
+    worker = view(blocks_total=1000, blocks_free=free, blocks_cached=900, held_tokens_at_report=2000)
+    load = LoadView(held_tokens=held)
+    assert cost(worker, load=load).evict_s == pytest.approx(EVICTED_REUSE_RATIO * evicted * 0.001)
+    assert cost(worker, load=load).room_s == 0.0
+
+
+FULL = {"blocks_total": 1000, "blocks_free": 0, "blocks_cached": 0}
+LIFE_S = 100 * 0.02
+
+
+@pytest.mark.parametrize(("changes", "load", "share"), [
+    ({}, LoadView(4, 0, 0, 4), 1 / 4),                                         # at least until one has ended
+    ({"num_running": 8}, LoadView(4, 0, 0, 4), 1 / 8),
+    ({"num_running": 8, "waiting_prefill_tokens": 15_000}, NO_LOAD, 1 + ROOM_KEPT_RATIO),   # who waits goes first
+    ({"held_tokens_at_report": 100}, LoadView(8, 0, 0, 8, 7100), 0.5 + ROOM_KEPT_RATIO),  # booked since the report
+    ({"blocks_cached": 73}, LoadView(4, 0, 0, 4), 0.0), ({"blocks_cached": 72}, LoadView(4, 0, 0, 4), 1 / 4)])
+def test_waiting_for_memory(changes: dict[str, int], load: LoadView, share: float) -> None:
+    half_a_life_later = cost(view(**{**FULL, **changes}), load=load, now=LIFE_S / 2)
+    assert half_a_life_later.room_s == pytest.approx(share * LIFE_S)
+
+
+def test_what_matches_needs_room_unless_somebody_holds_it_anyway() -> None:
+    worker, load = view(**{**FULL, "blocks_cached": 40}), LoadView(4, 0, 0, 4)
+    assert cost(worker, Match(50, 0), load).room_s == 0.0
+    assert cost(worker, Match(50, 0), load, shared_ratio=0.0, now=LIFE_S / 2).room_s == pytest.approx(LIFE_S / 4)
+
+
+@pytest.mark.parametrize(("age_s", "left"), [(0.0, LIFE_LEFT_MAX), (1.0, 1.0), (1.2, 0.8), (50.0, LIFE_LEFT_MIN)])
+def test_streams_that_run_for_long_end_soon(age_s: float, left: float) -> None:
+    load = LoadView(2, 0, 0, 2, 0, 2 * 100.0)
+    assert cost(view(**FULL), load=load, now=100.0 + age_s).room_s == pytest.approx(left * LIFE_S / 2)
+
+
+def test_an_idle_worker_whose_pool_is_used_by_nobody_has_room() -> None:
+    assert cost(view(blocks_total=60, blocks_cached=60)).room_s == 0.0
+    assert cost(view(blocks_total=60)).room_s > 0.0  # somebody has it, though no stream is known
 
 
 def test_an_unknown_pool_costs_nothing() -> None:
-    assert cost(view(blocks_total=0)).memory_s == 0.0
+    assert cost(view(blocks_total=0)).room_s == cost(view(blocks_total=0)).evict_s == 0.0
 
 
 @pytest.mark.parametrize(("price_s", "counted"), [(-1.0, 0.0), (0.25, 0.25), (1e9, PRICE_MAX_S)])

@@ -13,7 +13,7 @@ from itertools import count
 
 from worker.core.batch import FinishReason, SequenceUpdate, StepPlan
 from worker.core.scheduler import Scheduler
-from worker.core.sequence import Sequence, StopRule
+from worker.core.sequence import PromptOutput, Sequence, StopRule
 from worker.engine.engine_config import EngineConfig
 from worker.engine.grammar import GrammarCompiler, GrammarError, Matcher
 from worker.engine.live_sequence import LiveSequence
@@ -31,7 +31,8 @@ from worker.engine.messages import (
 )
 from worker.engine.startup import EngineParts, start_up
 from worker.engine.step_execution import Execution, Runner, execute, failed_outcome, probe
-from worker.engine.timings import EngineRates, SequenceTimings, StepTiming
+from worker.engine.timings import BandwidthMeter, EngineRates, SequenceTimings, StepTiming
+from worker.prompt.sampling_params import SamplingParams
 
 # Steps in a row in which nothing could be computed, after which the engine asks itself whether it still can.
 FAILED_STEPS_MAX = 5
@@ -62,6 +63,7 @@ class Engine:
         self._pending: list[SequenceOutput] = []      # ended outside a step; told with the next report
         self._eos_token_ids: frozenset[int] = frozenset()
         self._failed_steps = 0
+        self._ran_until: float | None = None          # None: idle since
         self._rates = EngineRates()
         self.broken: str | None = None
 
@@ -70,7 +72,8 @@ class Engine:
         parts = start_up(self._config, self._clock)
         self.scheduler, self.runner, self._rates = parts.scheduler, parts.runner, parts.rates
         self._eos_token_ids = frozenset(parts.eos_token_ids)
-        self.grammars = parts.grammars
+        self.grammars, self._pacer, self._spec = parts.grammars, parts.pacer, parts.model.spec
+        self._bandwidth = BandwidthMeter(parts.machine.read_bytes_per_s)
         return _ready(self._config, parts)
 
     @property
@@ -113,7 +116,8 @@ class Engine:
             return
         sequence = Sequence(next(self._next_seq_id), command.prompt_token_ids, self._stop_rule(command),
                             extra_keys=command.extra_keys, priority=command.priority, choice=command.choice,
-                            resumed_token_ids=command.generated_token_ids)
+                            resumed_token_ids=command.generated_token_ids,
+                            prompt_output=_prompt_output(command.params))
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return
@@ -171,20 +175,27 @@ class Engine:
         evicted_for = None if plan.evicted_for_seq_id is None else self._request_id(plan.evicted_for_seq_id)
         decode_rows = sum(self._live[share.seq_id].is_decode(share) for share in plan.sequences)
 
-        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences if share.samples}
+        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences
+                if share.samples or share.targets}
+        run_at = self._clock()
+        overhead_s = run_at - (started_at if self._ran_until is None else self._ran_until)
         execution = execute(self.runner, plan, rows)
         ended_at = self._clock()
         timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
         for share in plan.sequences:
             self._live[share.seq_id].worked(share, timing)
+            self._live[share.seq_id].scored(share, execution.outcome.scored.get(share.seq_id, ()))
+            self._live[share.seq_id].pooled(share, execution.outcome.pooled.get(share.seq_id))
         if not execution.outcome.errors and execution.out_of_memory is None:
             self._observe_rates(plan, timing, decode_rows)
         updates, errors = self._commit(plan, execution)
         outputs = [self._output(update, ended_at, errors.get(update.seq_id)) for update in updates]
+        self._ran_until = ended_at if self._live else None
         return StepReport(
             outputs=pending + outputs, events=self.scheduler.take_events(), preemptions=preemptions,
             evicted_blocks=plan.num_blocks_evicted, evicted_for=evicted_for, stats=self._stats(),
-            step_s=self._clock() - started_at, step_kind=_step_kind(decode_rows, len(plan.sequences)),
+            step_s=self._clock() - started_at, overhead_s=overhead_s,
+            step_kind=_step_kind(decode_rows, len(plan.sequences)),
             batch_size=len(plan.sequences))
 
     def _commit(self, plan: StepPlan, execution: Execution) -> tuple[list[SequenceUpdate], dict[int, str]]:
@@ -201,10 +212,18 @@ class Engine:
         return self.scheduler.commit(outcome.result), outcome.errors
 
     def _observe_rates(self, plan: StepPlan, timing: StepTiming, decode_rows: int) -> None:
-        prefill_tokens = sum(len(share.token_ids) for share in plan.sequences
-                             if not self._live[share.seq_id].is_decode(share))
-        self._rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows,
-                            step_s=timing.forward_s + timing.sample_s)
+        step_s = timing.forward_s + timing.sample_s
+        chunks = [(share.start, len(share.token_ids)) for share in plan.sequences
+                  if not self._live[share.seq_id].is_decode(share)]
+        if self._pacer is not None and chunks and decode_rows:
+            self._pacer.observe(chunks=chunks, prefill_s=step_s - self._rates.decode_step_s)
+            self.scheduler.pace = self._pacer.pace
+        if not chunks:
+            context = sum(share.start + 1 for share in plan.sequences)
+            self._bandwidth.observe(num_bytes=self._spec.weights_bytes + context * self._spec.kv_bytes_per_token,
+                                    step_s=step_s)
+        self._rates.observe(prefill_tokens=sum(num_tokens for _, num_tokens in chunks), decode_rows=decode_rows,
+                            step_s=step_s)
 
     def _note_preemptions(self, plan: StepPlan) -> list[PreemptionNote]:
         # One preempted for want of memory, after the last step, may have been aborted since.
@@ -243,6 +262,7 @@ class Engine:
 
     def _stats(self) -> EngineStats:
         scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
+        waste = scheduler.waste()
         return EngineStats(
             blocks_total=pool.num_blocks, blocks_free=pool.num_free, blocks_cached=pool.num_idle,
             blocks_used=pool.num_referenced, num_running=scheduler.num_running, num_waiting=scheduler.num_waiting,
@@ -253,8 +273,16 @@ class Engine:
             hit_tokens_total=counters.hit_tokens, evictions_total=pool.num_evictions,
             preemptions_total=counters.preemptions, recomputed_preempted_total=counters.recomputed_preempted_tokens,
             recomputed_evicted_total=pool.num_recomputed_evicted_tokens, steps_total=counters.steps,
-            shrunk_steps_total=counters.shrunk_steps,
+            shrunk_steps_total=counters.shrunk_steps, blocks_claimed=scheduler.num_claimed_blocks,
+            waste_tail_slots=waste.tail, waste_reserved_slots=waste.reserved, waste_duplicate_slots=waste.duplicate,
+            token_budget=scheduler.token_budget, memory_bandwidth_ratio=self._bandwidth.ratio,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s, decode_step_s=self._rates.decode_step_s)
+
+
+def _prompt_output(params: SamplingParams) -> PromptOutput | None:
+    if params.pools:
+        return PromptOutput.EMBEDDING
+    return None if params.prompt_logprobs is None else PromptOutput.SCORES
 
 
 def _step_kind(decode_rows: int, num_rows: int) -> str:
@@ -271,4 +299,7 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         vocab_size=spec.vocab_size, eos_token_ids=parts.eos_token_ids, device=spec.device, dtype=spec.dtype,
         kv_dtype=spec.kv_dtype, kv_bytes_per_token=spec.kv_bytes_per_token, exactness=config.exactness,
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
-        notes=parts.notes)
+        token_budget=parts.scheduler.token_budget, weights_bytes=spec.weights_bytes,
+        activation_bytes=parts.machine.activation_bytes, other_bytes=parts.machine.other_bytes,
+        read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes,
+        adapters=tuple((adapter.name, adapter.digest) for adapter in parts.adapters))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.core.batch import TokenLogprobs
+from worker.core.batch import ScoredToken, TokenLogprobs
 from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.block_hash import ExtraKey, HashScheme
@@ -70,7 +70,13 @@ Command = SubmitSequence | AbortRequest | ResetCache | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """The model is loaded and warmed up. `folder` holds tokenizer.json and template files for the shell."""
+    """The model is loaded and warmed up. `folder` holds tokenizer.json and template files for the shell.
+
+    `token_budget` is how many prompt positions a step computes beside decoding, at the beginning of a prompt.
+    `activation_bytes` is what a whole step was seen to need beside weights and KV, `other_bytes` what the process
+    holds besides, `read_bytes_per_s` how fast the device's memory was read.
+    `adapters`: name and content digest of each.
+    """
 
     folder: str
     model: str
@@ -88,6 +94,12 @@ class EngineReady:
     prefill_tokens_per_s: float
     decode_step_s: float
     notes: tuple[str, ...] = ()
+    token_budget: int = 0
+    weights_bytes: int = 0
+    activation_bytes: int = 0
+    other_bytes: int = 0
+    read_bytes_per_s: float = 0.0
+    adapters: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,8 @@ class SequenceOutput:
 
     `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
     which is the last of `token_ids`), "length", "abort", "error" (`error` says why, `error_param` which field of the
-    request is to blame, if one is); None while it runs.
+    request is to blame, if one is); None while it runs. `prompt_scores`, with the first output where they were asked
+    for: of every prompt token but the first. `embedding`, likewise: the mean of the prompt's last hidden states.
     """
 
     request_id: str
@@ -135,6 +148,8 @@ class SequenceOutput:
     stats: SequenceStats | None = None
     error: str | None = None
     error_param: str | None = None
+    prompt_scores: list[ScoredToken] | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +164,11 @@ class PreemptionNote:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Cumulative counters and present state, as of the end of a step."""
+    """Cumulative counters and present state, as of the end of a step.
+
+    `blocks_claimed` of the used ones are held for waiting sequences. `token_budget` as in EngineReady, as corrected
+    since. `memory_bandwidth_ratio` is what the last decode steps had to read, over what the device could have read.
+    """
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -169,13 +188,23 @@ class EngineStats:
     recomputed_evicted_total: int = 0
     steps_total: int = 0
     shrunk_steps_total: int = 0
+    blocks_claimed: int = 0
+    waste_tail_slots: int = 0
+    waste_reserved_slots: int = 0
+    waste_duplicate_slots: int = 0
+    token_budget: int = 0
+    memory_bandwidth_ratio: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One exchange per step: outputs, the cache events in order, notes for the log, and the state after it."""
+    """One exchange per step: outputs, the cache events in order, notes for the log, and the state after it.
+
+    `overhead_s` is what passed since the last step's tokens without the model at work: commit, report, commands,
+    scheduling; after an idle moment, scheduling alone.
+    """
 
     outputs: list[SequenceOutput] = field(default_factory=list)
     events: list[CacheEvent] = field(default_factory=list)
@@ -184,6 +213,7 @@ class StepReport:
     evicted_for: str | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     step_s: float = 0.0
+    overhead_s: float = 0.0
     step_kind: str = "idle"
     batch_size: int = 0
 

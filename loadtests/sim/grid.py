@@ -1,0 +1,64 @@
+"""Many simulations as one report: traces, fleets, loads and capacities, each with several seeds and all policies.
+
+Owns the order of runs and the report's shape. A cell is one trace under one plan; its seeds are paired. It must never
+decide what a run is: simulation.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loadtests.sim.metrics import PolicyResult
+from loadtests.sim.paired import verdict
+from loadtests.sim.simulation import SimulationPlan, commit, prepare, run_policy
+from loadtests.traces import Trace
+
+JUDGED = ("ttft_p50_s", "ttft_p99_s", "ttft_mean_s")
+LOAD_BALANCED = 1.15   # the goal for hits counts where load without replication is below this
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One trace under one plan; the plan's seed is the first of `num_seeds`."""
+
+    trace_name: str
+    plan: SimulationPlan
+    num_seeds: int
+
+
+def run_cell(cell: Cell, load: Callable[[str, int], Trace], policies: Sequence[str],
+             progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Every policy on every seed. `load` makes the trace of a seed."""
+    by_seed: list[dict[str, dict[str, Any]]] = []
+    plan = cell.plan
+    for seed in range(plan.seed, plan.seed + cell.num_seeds):
+        prepared = prepare(load(cell.trace_name, seed), replace(plan, seed=seed))
+        results: dict[str, dict[str, Any]] = {}
+        for policy in policies:
+            results[policy] = run_policy(prepared, policy).as_dict()
+            if progress is not None:
+                progress(f"{cell.trace_name} {plan.num_workers} workers, load {plan.load}, capacity {plan.capacity}, "
+                         f"seed {seed}: {policy}")
+        by_seed.append(results)
+    return {"trace": prepared.trace.name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
+            "gateways": plan.num_gateways, "shared_ledger": plan.shared_ledger,
+            "event_loss_ratio": plan.event_loss_ratio, "restart_storm": plan.restart_storm,
+            "seed": plan.seed, "seeds": cell.num_seeds, "requests": len(prepared.trace.requests),
+            "blocks_per_worker": prepared.settings.blocks_per_worker,
+            "policies": [_mean_of([results[policy] for results in by_seed]) for policy in policies],
+            "verdicts": {key: verdict(by_seed, key) for key in JUDGED} if len(policies) > 1 else {}}
+
+
+def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[str, Any]:
+    """`simulate --json` of more than one cell or seed."""
+    return {"commit": commit(), "model": plan.model.name, "model_source": plan.model.source, "cells": list(cells)}
+
+
+def _mean_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds; requests and failures are sums."""
+    first = PolicyResult(**results[0]).as_dict()
+    sums = {key: sum(result[key] for result in results) for key, value in first.items() if not isinstance(value, str)}
+    return {key: value if isinstance(value, str) else sums[key] if key in ("requests", "failed", "preemptions")
+            else sums[key] / len(results) for key, value in first.items()}
