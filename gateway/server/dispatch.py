@@ -35,6 +35,7 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 32
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
+_NOBODY: frozenset[str] = frozenset()
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
              "match_speculative_tokens", "uncached_tokens")
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
@@ -171,8 +172,8 @@ class Dispatcher:
             endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model,
-            excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
-            context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
+            excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
+            context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
             expected_output_tokens=self._outputs.expected(prompt.model, prompt.max_tokens),
             random_ratio=random.random(), turn=next(self._turns), now=time.monotonic(),
             shared_ratio=self._ledger.shared_ratio)
@@ -200,7 +201,8 @@ class Dispatcher:
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight
-        return frozenset(endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most)
+        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most]
+        return frozenset(full) if full else _NOBODY
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
              address: Callable[[Endpoint], UpstreamRequest]) -> Placement:
@@ -312,6 +314,11 @@ class Choosing:
         is_comparable = self._prompt.is_one_sequence and knowledge is not Knowledge.NONE
         record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
+
+
+def _all_of(*parts: frozenset[str]) -> frozenset[str]:
+    """Their union; mostly all are empty."""
+    return _NOBODY.union(*parts) if any(parts) else _NOBODY
 
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:
