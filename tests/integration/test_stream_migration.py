@@ -140,7 +140,8 @@ async def test_translated_streams_move_too(worker: Child, path: str, body: dict[
             for proxy in proxies:
                 proxy.cuts = [Cut(cut)]
             assert told(await stream(gateway, path, body)) == told(whole), f"cut after {cut} bytes"
-            await reset(gateway, proxies)
+            for proxy in proxies:
+                proxy.cuts.clear()
         assert sum(proxy.num_cut for proxy in proxies)
 
 
