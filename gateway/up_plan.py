@@ -109,7 +109,8 @@ def child_specs(plan: UpPlan, admin_token: str, environ: Mapping[str, str]) -> l
     gateway = ChildSpec("gateway", (*python_command(), "gateway", *plan.gateway_flags, *urls),
                         {**shared, "HEADSTART_ADMIN_TOKEN": admin_token})
     workers = [ChildSpec(f"worker-{number}", (*python_command(), "worker", *plan.worker_flags, "--host=127.0.0.1",
-                                              f"--port={port}", "--events-host=127.0.0.1", "--events-port=0"),
+                                              f"--port={port}", "--events-host=127.0.0.1", "--events-port=0",
+                                              "--drain-delay-s=0"),  # by then the gateway has gone
                          of_worker) for number, port in enumerate(ports, 1)]
     return [gateway, *workers]
 

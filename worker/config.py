@@ -59,9 +59,15 @@ class WorkerConfig:
     max_batch_tokens: int = setting(512, bounds=(1, None), help="tokens computed in one step at most")
     max_running: int = setting(64, bounds=(1, None), help="sequences running at once")
     max_waiting: int = setting(512, bounds=(0, None), help="sequences waiting at most; more are refused with 429")
+    # 0: no bound but max_batch_tokens.
+    target_itl_ms: float = setting(200.0, bounds=(0, None),
+                                   help="what a prefill may add to the gap between two tokens, 0 for no bound")
+    batching: str = setting("continuous", choices=("continuous", "static"),
+                            help="static is for measuring only: a batch ends before the next one begins")
     max_context: int | None = setting(None, bounds=(1, None), help="longest sequence (what model and pool allow)")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), help="request bodies at most")
-    drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after SIGTERM")
+    drain_delay_s: float = setting(5.0, bounds=(0, None), help="after SIGTERM: still accepting, no longer ready")
+    drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after that")
     cache_dir: Path | None = setting(None, help="where converted models are kept")
     log_format: str = setting("json", choices=FORMATS, help="log lines")
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")

@@ -31,6 +31,7 @@ from worker.core.batch import (
 )
 from worker.core.block_content import BlockContent, ContentChain
 from worker.core.block_pool import BlockPool, Matchable
+from worker.core.prefill_pace import TOKENS_MIN
 from worker.core.running_set import RunningSet
 from worker.core.scheduler_config import (
     Batching,
@@ -45,6 +46,7 @@ from worker.core.sequence import Sequence
 from worker.core.step_draft import StepDraft
 from worker.core.step_limits import StepLimits
 from worker.core.waiting_room import WaitingRoom
+from worker.core.waste import Waste, waste_of
 from worker.protocol.cache_events import CacheEvent
 
 __all__ = ["Batching", "KvCacheMode", "Refusal", "RefusalReason", "Scheduler", "SchedulerConfig",
@@ -61,6 +63,7 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.counters = SchedulerCounters()
+        self.pace = config.pace  # the engine corrects it as it learns what steps cost
         self._waiting = WaitingRoom(pool, config)
         self._running = RunningSet(config.max_preemptions)
         self._aborting: set[int] = set()
@@ -114,7 +117,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None when no sequence is left."""
         assert self._in_flight is None, "commit or fail the step in flight first"
-        draft = StepDraft(self._limits.max_tokens, self.pool.block_size, self.config.pace)
+        draft = StepDraft(self._limits.max_tokens, self.pool.block_size, self.pace)
         draft.preemptions, self._preempted_since = self._preempted_since, []
         self._waiting.gate.begin_pass()
         at_once, after_more_urgent = self._running.ranked_for_step(self._waiting.first_priority)
@@ -198,6 +201,16 @@ class Scheduler:
     def decode_context_tokens(self) -> int:
         """Tokens whose K/V the decoding sequences read in a step."""
         return self._running.decode_context_tokens
+
+    @property
+    def token_budget(self) -> int:
+        """Prompt positions that a step computes beside decoding, at the beginning of a prompt."""
+        in_time = self._limits.max_tokens if self.pace is None else self.pace.tokens_within(self.pace.target_s, 0)
+        return min(self._limits.max_tokens, max(TOKENS_MIN, in_time))
+
+    def waste(self) -> Waste:
+        """What of the running sequences' blocks holds nothing of use."""
+        return waste_of(self._running.values(), self.pool.block_size)
 
     @property
     def num_claimed_blocks(self) -> int:

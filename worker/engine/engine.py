@@ -31,7 +31,7 @@ from worker.engine.messages import (
 )
 from worker.engine.startup import EngineParts, start_up
 from worker.engine.step_execution import Execution, Runner, execute, failed_outcome, probe
-from worker.engine.timings import EngineRates, SequenceTimings, StepTiming
+from worker.engine.timings import BandwidthMeter, EngineRates, SequenceTimings, StepTiming
 
 # Steps in a row in which nothing could be computed, after which the engine asks itself whether it still can.
 FAILED_STEPS_MAX = 5
@@ -70,7 +70,8 @@ class Engine:
         parts = start_up(self._config, self._clock)
         self.scheduler, self.runner, self._rates = parts.scheduler, parts.runner, parts.rates
         self._eos_token_ids = frozenset(parts.eos_token_ids)
-        self.grammars = parts.grammars
+        self.grammars, self._pacer, self._spec = parts.grammars, parts.pacer, parts.model.spec
+        self._bandwidth = BandwidthMeter(parts.machine.read_bytes_per_s)
         return _ready(self._config, parts)
 
     @property
@@ -201,10 +202,18 @@ class Engine:
         return self.scheduler.commit(outcome.result), outcome.errors
 
     def _observe_rates(self, plan: StepPlan, timing: StepTiming, decode_rows: int) -> None:
-        prefill_tokens = sum(len(share.token_ids) for share in plan.sequences
-                             if not self._live[share.seq_id].is_decode(share))
-        self._rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows,
-                            step_s=timing.forward_s + timing.sample_s)
+        step_s = timing.forward_s + timing.sample_s
+        chunks = [(share.start, len(share.token_ids)) for share in plan.sequences
+                  if not self._live[share.seq_id].is_decode(share)]
+        if self._pacer is not None and chunks and decode_rows:
+            self._pacer.observe(chunks=chunks, prefill_s=step_s - self._rates.decode_step_s)
+            self.scheduler.pace = self._pacer.pace
+        if not chunks:
+            context = sum(share.start + 1 for share in plan.sequences)
+            self._bandwidth.observe(num_bytes=self._spec.weights_bytes + context * self._spec.kv_bytes_per_token,
+                                    step_s=step_s)
+        self._rates.observe(prefill_tokens=sum(num_tokens for _, num_tokens in chunks), decode_rows=decode_rows,
+                            step_s=step_s)
 
     def _note_preemptions(self, plan: StepPlan) -> list[PreemptionNote]:
         # One preempted for want of memory, after the last step, may have been aborted since.
@@ -243,6 +252,7 @@ class Engine:
 
     def _stats(self) -> EngineStats:
         scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
+        waste = scheduler.waste()
         return EngineStats(
             blocks_total=pool.num_blocks, blocks_free=pool.num_free, blocks_cached=pool.num_idle,
             blocks_used=pool.num_referenced, num_running=scheduler.num_running, num_waiting=scheduler.num_waiting,
@@ -253,7 +263,9 @@ class Engine:
             hit_tokens_total=counters.hit_tokens, evictions_total=pool.num_evictions,
             preemptions_total=counters.preemptions, recomputed_preempted_total=counters.recomputed_preempted_tokens,
             recomputed_evicted_total=pool.num_recomputed_evicted_tokens, steps_total=counters.steps,
-            shrunk_steps_total=counters.shrunk_steps,
+            shrunk_steps_total=counters.shrunk_steps, blocks_claimed=scheduler.num_claimed_blocks,
+            waste_tail_slots=waste.tail, waste_reserved_slots=waste.reserved, waste_duplicate_slots=waste.duplicate,
+            token_budget=scheduler.token_budget, memory_bandwidth_ratio=self._bandwidth.ratio,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s, decode_step_s=self._rates.decode_step_s)
 
 
@@ -271,4 +283,6 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         vocab_size=spec.vocab_size, eos_token_ids=parts.eos_token_ids, device=spec.device, dtype=spec.dtype,
         kv_dtype=spec.kv_dtype, kv_bytes_per_token=spec.kv_bytes_per_token, exactness=config.exactness,
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
-        notes=parts.notes)
+        token_budget=parts.scheduler.token_budget, weights_bytes=spec.weights_bytes,
+        activation_bytes=parts.machine.activation_bytes, other_bytes=parts.machine.other_bytes,
+        read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes)

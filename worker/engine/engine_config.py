@@ -16,7 +16,8 @@ class EngineConfig:
 
     `kv_memory` is bytes ("2GiB") or a share of what is free ("0.9"). `kv_cache`: "full" shares prefixes, "decode"
     keeps K/V for the running sequence only, "off" recomputes the whole sequence at every token; the last two exist
-    for measuring and as oracles. `threads` 0 lets the engine choose.
+    for measuring and as oracles. `threads` 0 lets the engine choose. `target_itl_ms` is what prefill may add to the
+    gap between two tokens of a decoding sequence, 0: no bound. `batching` "static" is for measuring.
     """
 
     model: str = "smollm2"
@@ -34,4 +35,6 @@ class EngineConfig:
     max_running: int = 64
     max_waiting: int = 512
     max_context: int | None = None
+    target_itl_ms: float = 0.0
+    batching: str = "continuous"
     cache_dir: Path | None = None

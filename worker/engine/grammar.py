@@ -3,11 +3,12 @@
 Owns compiled grammars and each choice's state in its own. Knows nothing of sequences or tensors: a mask is bytes.
 Compiling is bounded by fuel, not time, so that the same schema is taken or refused on every machine. The thread that
 reads commands compiles (`prepare`), so that a step never waits for it; whoever asks first pays.
-Known approximation: commands behind a grammar wait for it, the first one of a process for its vocabulary too.
+The vocabulary is read at start. Known approximation: commands behind a grammar wait for it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ STEP_ITEMS_MAX = 50_000
 LEXER_STATES_MAX = 250_000
 GRAMMAR_SIZE_MAX = 500_000
 ROW_ITEMS_MAX = 2_000
+logger = logging.getLogger("headstart.engine")
 
 
 class GrammarError(Exception):
@@ -72,6 +74,19 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[GrammarSpec, Matcher | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
+        self._making = threading.Lock()
+
+    def warm_up(self) -> threading.Thread:
+        """Read the vocabulary in a thread of its own, so that no request has to wait for it."""
+        thread = threading.Thread(target=self._warm_up, name="grammar-vocabulary", daemon=True)
+        thread.start()
+        return thread
+
+    def _warm_up(self) -> None:
+        try:
+            self._llguidance_tokenizer()
+        except Exception as error:      # the first grammar will say so to whoever sends it
+            logger.warning("grammars cannot be followed here: %r", error)
 
     def prepare(self, spec: GrammarSpec) -> None:
         """Compile, so that matcher() is quick. Never raises: what is wrong with the grammar is kept for matcher()."""
@@ -111,18 +126,22 @@ class GrammarCompiler:
         return matcher if matcher.error is None else GrammarError(matcher.error)
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
-        """Made at the first grammar, which takes seconds for the largest vocabularies."""
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
-            from tokenizers import Tokenizer
+        """Made once, which takes seconds for the largest vocabularies; who comes meanwhile waits for it."""
+        with self._making:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            return self._tokenizer
 
-            source = Tokenizer.from_buffer(self._tokenizer_json)
-            source.no_padding()
-            source.no_truncation()
-            highest = max([source.get_vocab_size(with_added_tokens=True) - 1, *source.get_added_tokens_decoder()])
-            self._tokenizer = LLTokenizer(source.to_str(), n_vocab=max(highest + 1, self._vocab_size),
-                                          eos_token=self._eos_token_ids)
-        return self._tokenizer
+    def _make_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+        from tokenizers import Tokenizer
+
+        source = Tokenizer.from_buffer(self._tokenizer_json)
+        source.no_padding()
+        source.no_truncation()
+        highest = max([source.get_vocab_size(with_added_tokens=True) - 1, *source.get_added_tokens_decoder()])
+        return LLTokenizer(source.to_str(), n_vocab=max(highest + 1, self._vocab_size),
+                           eos_token=self._eos_token_ids)
 
 
 def _from_schema(text: str) -> str:

@@ -70,7 +70,12 @@ Command = SubmitSequence | AbortRequest | ResetCache | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """The model is loaded and warmed up. `folder` holds tokenizer.json and template files for the shell."""
+    """The model is loaded and warmed up. `folder` holds tokenizer.json and template files for the shell.
+
+    `token_budget` is how many prompt positions a step computes beside decoding, at the beginning of a prompt.
+    `activation_bytes` is what a whole step was seen to need beside weights and KV, `other_bytes` what the process
+    holds besides, `read_bytes_per_s` how fast the device's memory was read.
+    """
 
     folder: str
     model: str
@@ -88,6 +93,11 @@ class EngineReady:
     prefill_tokens_per_s: float
     decode_step_s: float
     notes: tuple[str, ...] = ()
+    token_budget: int = 0
+    weights_bytes: int = 0
+    activation_bytes: int = 0
+    other_bytes: int = 0
+    read_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,11 @@ class PreemptionNote:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Cumulative counters and present state, as of the end of a step."""
+    """Cumulative counters and present state, as of the end of a step.
+
+    `blocks_claimed` of the used ones are held for waiting sequences. `token_budget` as in EngineReady, as corrected
+    since. `memory_bandwidth_ratio` is what the last decode steps had to read, over what the device could have read.
+    """
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -169,6 +183,12 @@ class EngineStats:
     recomputed_evicted_total: int = 0
     steps_total: int = 0
     shrunk_steps_total: int = 0
+    blocks_claimed: int = 0
+    waste_tail_slots: int = 0
+    waste_reserved_slots: int = 0
+    waste_duplicate_slots: int = 0
+    token_budget: int = 0
+    memory_bandwidth_ratio: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
 

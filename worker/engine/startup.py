@@ -6,36 +6,39 @@ hash points to.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from worker.core.batch import ScheduledSequence, StepPlan
 from worker.core.block_pool import BlockPool
-from worker.core.scheduler import KvCacheMode, Scheduler, SchedulerConfig
+from worker.core.prefill_pace import TOKENS_MIN
+from worker.core.scheduler import Batching, KvCacheMode, Scheduler, SchedulerConfig
 from worker.engine.engine_config import EngineConfig, EngineSetupError
 from worker.engine.grammar import GrammarCompiler
 from worker.engine.kv_budget import num_kv_blocks
 from worker.engine.model_runner import ModelRunner
+from worker.engine.pacing import Pacer, measure_pace
 from worker.engine.timings import EngineRates
+from worker.engine.warm_up import WarmUp, measure_read_speed, other_memory_bytes
 from worker.model.exactness_probe import probe_exactness
 from worker.model.loader import load_model, resolve_model
 from worker.model.model_error import ModelError
 from worker.model.model_folder import ModelFolder
+from worker.model.model_spec import ModelSpec
 from worker.model.paged_model import PagedModel, free_memory_bytes
-from worker.model.sampler import SamplerRow
-from worker.prompt.sampling_params import SamplingParams
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.block_hash import HashScheme
 
-WARM_UP_PREFILL_TOKENS = 128    # what is measured; before that, a whole step's worth is run once
-WARM_UP_DECODE_STEPS = 3
-# Every operator of the sampler runs once before the first user needs it.
-WARM_UP_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, logprobs=1)
-WARM_UP_SEQ_ID = -1     # never a real sequence's
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured of the device: bytes that a whole step needs beside weights and KV, bytes of everything else,
+    and how many bytes a second its memory is read at."""
+
+    activation_bytes: int
+    other_bytes: int
+    read_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class EngineParts:
     """Everything an Engine is made of. `notes` are lines for the start-up log.
 
     `eos_token_ids` end an answer: what the model's configuration names, and what ends a turn in its chat template.
+    `pacer` is None without a target inter-token latency.
     """
 
     folder: ModelFolder
@@ -52,6 +56,8 @@ class EngineParts:
     rates: EngineRates
     eos_token_ids: tuple[int, ...]
     grammars: GrammarCompiler
+    pacer: Pacer | None
+    machine: Machine
     notes: tuple[str, ...]
 
 
@@ -64,54 +70,57 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         model = load_model(folder, kv_dtype=config.kv_dtype, device=config.device, exactness=config.exactness,
                            block_size=config.block_size)
         bundle = _read_tokenizer(config, folder)
-        num_blocks = num_kv_blocks(config.kv_memory, block_bytes=model.spec.kv_bytes_per_token * config.block_size,
+        block_bytes = model.spec.kv_bytes_per_token * config.block_size
+        num_blocks = num_kv_blocks(config.kv_memory, block_bytes=block_bytes,
                                    free_bytes=free_memory_bytes(model.spec.device))
         storage = model.make_storage(num_blocks)
     except ModelError as error:
         raise EngineSetupError(str(error)) from error
     scheduler = _make_scheduler(config, model, hash_scheme(config, folder, model, bundle), num_blocks)
-    runner = ModelRunner(model, storage, clock)
-    rates = EngineRates()
-    warm_up(runner, rates, num_tokens=min(scheduler.max_context - 1, config.max_batch_tokens),
-            block_size=config.block_size, vocab_size=model.spec.vocab_size)
+    runner, rates = ModelRunner(model, storage, clock), EngineRates()
     eos_token_ids = tuple(dict.fromkeys((*model.spec.eos_token_ids, *bundle.eos_token_ids)))
     grammars = GrammarCompiler(bundle.tokenizer_json, vocab_size=model.spec.vocab_size, eos_token_ids=eos_token_ids)
-    return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, grammars,
+    reading = grammars.warm_up()
+    warm_up = _warm_up(config, runner, scheduler, model.spec)
+    reading.join()      # or it would be measured too
+    machine = _measure_machine(warm_up, model.spec, num_blocks * block_bytes, clock)
+    warm_up.measure_rates(rates)
+    pacer = _measure_pace(config, warm_up)
+    scheduler.pace = None if pacer is None else pacer.pace
+    return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, grammars, pacer, machine,
                        _notes(config, model, scheduler))
+
+
+def _warm_up(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, spec: ModelSpec) -> WarmUp:
+    """Run what a first request would otherwise pay for."""
+    warm_up = WarmUp(runner, block_size=config.block_size, vocab_size=spec.vocab_size,
+                     num_tokens_max=config.max_batch_tokens, context_max=scheduler.max_context - 1)
+    warm_up.run()
+    return warm_up
+
+
+def _measure_machine(warm_up: WarmUp, spec: ModelSpec, kv_bytes: int, clock: Callable[[], float]) -> Machine:
+    activation_bytes = warm_up.measure_activation_bytes(spec.device)
+    # On a CPU the pool's memory is not there before it is written to.
+    known_bytes = spec.weights_bytes + (0 if spec.device == "cpu" else kv_bytes)
+    return Machine(activation_bytes, other_memory_bytes(spec.device, known_bytes),
+                   measure_read_speed(spec.device, clock))
+
+
+def _measure_pace(config: EngineConfig, warm_up: WarmUp) -> Pacer | None:
+    """None where the operator set no target."""
+    if config.target_itl_ms <= 0:
+        return None
+    return Pacer(measure_pace(warm_up.step, target_s=config.target_itl_ms / 1000,
+                              tokens_max=warm_up.num_tokens_max, context_max=warm_up.context_max))
 
 
 def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bundle: TokenizerBundle) -> HashScheme:
     """What this worker's block hashes stand for: everything that its K/V depend on."""
     return HashScheme(block_size=config.block_size, seed=config.hash_seed, model=folder.name,
-                      weights=folder.weights_revision, tokenizer=bundle.tokenizer_digest,
-                      template=bundle.template_digest, kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
-
-
-def warm_up(runner: ModelRunner, rates: EngineRates, *, num_tokens: int, block_size: int, vocab_size: int) -> None:
-    """A step's worth of prompt and some decoding, unmeasured: it pays for what libraries put off, at the shapes that
-    a first request will have. Then a short prompt and a few decode steps, measured."""
-    num_tokens = max(1, num_tokens)
-    for measured in (False, True):
-        length = min(num_tokens, WARM_UP_PREFILL_TOKENS) if measured else num_tokens
-        sampling = SamplingParams(temperature=0.0) if measured else WARM_UP_SAMPLING
-        step = partial(_warm_up_step, runner, sampling, block_size=block_size, vocab_size=vocab_size)
-        prefill_s = step(range(length))
-        decode_s = statistics.median(step(range(length, length + 1)) for _ in range(WARM_UP_DECODE_STEPS))
-        if measured:
-            rates.observe(prefill_tokens=length, decode_rows=0, step_s=prefill_s)
-            rates.observe(prefill_tokens=0, decode_rows=1, step_s=decode_s)
-
-
-def _warm_up_step(runner: ModelRunner, sampling: SamplingParams, positions: range, *, block_size: int,
-                  vocab_size: int) -> float:
-    token_ids = [position % vocab_size for position in positions]
-    num_blocks = -(-positions.stop // block_size)
-    share = ScheduledSequence(seq_id=WARM_UP_SEQ_ID, token_ids=token_ids, start=positions.start,
-                              block_table=list(range(num_blocks)), write_from=positions.start, samples=True)
-    row = SamplerRow(sampling, choice=0, output_index=0, prompt_token_ids=token_ids,
-                     output_token_ids=())
-    outcome = runner.run(StepPlan(0, (share,), num_tokens=len(positions)), {WARM_UP_SEQ_ID: row})
-    return outcome.forward_s + outcome.sample_s
+                      weights=f"{folder.weights_revision}/{model.spec.dtype}",
+                      tokenizer=bundle.tokenizer_digest, template=bundle.template_digest,
+                      kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
 
 
 def _read_tokenizer(config: EngineConfig, folder: ModelFolder) -> TokenizerBundle:
@@ -130,7 +139,8 @@ def _make_scheduler(config: EngineConfig, model: PagedModel, scheme: HashScheme,
         settings = SchedulerConfig(
             max_batch_tokens=config.max_batch_tokens, max_running=config.max_running,
             max_waiting=config.max_waiting + config.max_running,  # the shell bounds what is open; never refuse twice
-            kv_cache=KvCacheMode(config.kv_cache), max_context=config.max_context or model_max)
+            kv_cache=KvCacheMode(config.kv_cache), max_context=config.max_context or model_max,
+            batching=Batching(config.batching))
         caching = settings.kv_cache is KvCacheMode.FULL
         scheduler = Scheduler(BlockPool(num_blocks, config.block_size, scheme, caching=caching), settings)
     except ValueError as error:
@@ -148,6 +158,14 @@ def _notes(config: EngineConfig, model: PagedModel, scheduler: Scheduler) -> tup
                      f"into the KV pool ({config.kv_memory}).")
     if config.kv_cache != "full":
         notes.append(f"kv_cache is {config.kv_cache}: for measuring only, prefixes are not shared.")
+    if config.batching != Batching.CONTINUOUS:
+        notes.append(f"batching is {config.batching}: for measuring only, a batch ends before the next begins.")
+    if scheduler.pace is not None:
+        tokens, deep = (scheduler.pace.tokens_within(scheduler.pace.target_s, start)
+                        for start in (0, scheduler.max_context))
+        notes.append(f"Beside decoding a step computes {min(tokens, config.max_batch_tokens)} prompt tokens, "
+                     f"{max(TOKENS_MIN, min(deep, config.max_batch_tokens))} at the end of the context, for an "
+                     f"inter-token latency {config.target_itl_ms:g} ms above that of decoding alone.")
     if config.exactness == "strict":
         notes.append(probe_exactness(model).note)
     return tuple(notes)

@@ -69,6 +69,23 @@ class SequenceTimings:
         return max(self._gaps, default=None)
 
 
+class BandwidthMeter:
+    """How much of the device's memory bandwidth decoding uses: bytes a step must read / its time / the peak.
+
+    Known approximation: every weight once a step, and K/V of every position in context, a shared prefix for each of
+    its sequences; so the ratio can be too high where prefixes are shared, and is cut at 1.
+    """
+
+    def __init__(self, peak_bytes_per_s: float) -> None:
+        self._peak_bytes_per_s = peak_bytes_per_s
+        self.ratio = 0.0
+
+    def observe(self, *, num_bytes: int, step_s: float) -> None:
+        if step_s > 0 and self._peak_bytes_per_s > 0:
+            found = min(1.0, num_bytes / step_s / self._peak_bytes_per_s)
+            self.ratio = found if self.ratio == 0.0 else RATE_DECAY * self.ratio + (1 - RATE_DECAY) * found
+
+
 class EngineRates:
     """Running estimates that routing needs: prefill tokens per second and seconds of a decode step.
 

@@ -84,7 +84,8 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
         name=folder.name, layers=layers, max_context=_max_context(folder.name, model.config),
         vocab_size=int(model.config.vocab_size), eos_token_ids=_eos_token_ids(model),
         kv_bytes_per_token=sum(layer.elements_per_token() for layer in layers) * stored_as.itemsize,
-        dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device))
+        dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device),
+        weights_bytes=sum(parameter.nbytes for parameter in model.parameters()))    # a tied head's counts once
     compact = None
     if exactness == "fast":
         model, compact = _compact(folder, model)

@@ -36,6 +36,7 @@ class ModelSpec:
     dtype: str
     kv_dtype: str
     device: str
+    weights_bytes: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -89,7 +89,8 @@ def engine_config(config: WorkerConfig) -> EngineConfig:
         kv_dtype=config.kv_dtype, exactness=config.exactness, kv_cache=config.kv_cache, threads=threads,
         device=config.device, hash_seed=hash_seed, chat_template=config.chat_template,
         max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting,
-        max_context=config.max_context, cache_dir=config.cache_dir)
+        max_context=config.max_context, target_itl_ms=config.target_itl_ms, batching=config.batching,
+        cache_dir=config.cache_dir)
 
 
 async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
@@ -110,8 +111,11 @@ async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
 
 
 async def _until_stopped(shell: Shell, stop: _StopSignals) -> int:
-    """Wait for the first of: the engine's end, SIGTERM (finish what runs), SIGINT (now)."""
+    """Wait for the first of: the engine's end, SIGTERM (be seen to leave, then finish what runs), SIGINT (now)."""
     await _first_of(shell.failed, stop.drain, stop.now)
+    if stop.drain.is_set() and shell.leave():
+        _log.info("leaving", delay_s=shell.config.drain_delay_s)
+        await _first_of(shell.failed, stop.now, timeout_s=shell.config.drain_delay_s)
     if shell.failure is None:
         shell.drain()
         _log.info("draining", requests=len(shell.requests), limit_s=shell.config.drain_s)

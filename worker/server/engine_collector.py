@@ -44,7 +44,14 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("headstart_worker_kv_bytes_per_token", "KV bytes of one token position.",
                                 value=ready.kv_bytes_per_token)
         kv_bytes = ready.num_blocks * ready.block_size * ready.kv_bytes_per_token
-        yield _labelled("headstart_worker_device_memory_bytes", "Device memory by use.", "kind", {"kv": kv_bytes})
+        yield _labelled("headstart_worker_device_memory_bytes", "Device memory by use, as measured at start.", "kind",
+                        {"weights": ready.weights_bytes, "kv": kv_bytes, "activations": ready.activation_bytes,
+                         "other": ready.other_bytes})
+        slots = max(1, stats.blocks_used * ready.block_size)
+        yield _labelled("headstart_worker_kv_waste_ratio", "Slots of held blocks without use, by reason.",
+                        "kind", {"tail": stats.waste_tail_slots / slots,
+                                 "reserved": stats.waste_reserved_slots / slots,
+                                 "duplicate": stats.waste_duplicate_slots / slots})
 
     def _work(self, stats: EngineStats) -> Iterator[Metric]:
         yield _counter("headstart_worker_prefix_tokens", "Prompt tokens looked up and found, once per sequence.",
@@ -59,6 +66,11 @@ class EngineCollector(Collector):
                                   value=stats.computed_positions_total)
         yield GaugeMetricFamily("headstart_worker_compute_busy_ratio", "Share of the last seconds spent in steps.",
                                 value=self._busy_ratio())
+        yield GaugeMetricFamily("headstart_worker_memory_bandwidth_ratio",
+                                "What decoding reads over what the device was measured to read.",
+                                value=stats.memory_bandwidth_ratio)
+        yield CounterMetricFamily("headstart_worker_shrunk_steps", "Steps that did not fit into memory.",
+                                  value=stats.shrunk_steps_total)
 
     def _vllm(self, stats: EngineStats, ready: EngineReady) -> Iterator[Metric]:
         def gauge(name: str, text: str, value: float) -> Metric:

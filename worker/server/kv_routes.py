@@ -53,7 +53,7 @@ async def kv_state(request: web.Request) -> web.Response:
         "kv_cache": shell.config.kv_cache,
         "kv_dtype": ready.kv_dtype,
         "internal_requests": _internal_requests(request, shell),
-        "draining": shell.phase is Phase.DRAINING,
+        "draining": shell.phase in (Phase.LEAVING, Phase.DRAINING),
         "events": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint,
                    "topic": publisher.topic},
         **_pool(stats, shell),
@@ -117,6 +117,8 @@ def _pool(stats: EngineStats, shell: Shell) -> dict[str, Any]:
                  "waiting_prefill_tokens": stats.waiting_prefill_tokens,
                  "running_prefill_tokens": stats.running_prefill_tokens,
                  "decode_context_tokens": stats.decode_context_tokens},
+        "scheduling": {"batching": shell.config.batching, "target_itl_ms": shell.config.target_itl_ms,
+                       "token_budget": stats.token_budget, "max_batch_tokens": shell.config.max_batch_tokens},
         "rates": {"prefill_tokens_per_s": stats.prefill_tokens_per_s, "decode_step_s": stats.decode_step_s},
         "computed_positions_total": stats.computed_positions_total,
     }

@@ -16,8 +16,8 @@ async def livez(request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """200 when a request sent now would be taken."""
-    shell_of(request).require_accepting()
+    """200 when requests should be sent here."""
+    shell_of(request).require_ready()
     return web.Response(text="ok\n")
 
 

@@ -40,6 +40,7 @@ _log = get_logger("worker.server.shell")
 class Phase(StrEnum):
     LOADING = "loading"
     READY = "ready"
+    LEAVING = "leaving"     # not ready any more, so that routers look elsewhere; still accepting
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -57,7 +58,7 @@ class Serving:
 
 
 class Shell:
-    """Phases go loading -> ready -> draining, and from any of them to failed; never back."""
+    """Phases go loading -> ready -> leaving -> draining, and from any of them to failed; never back."""
 
     def __init__(self, config: WorkerConfig, engine: EngineClient, publisher: EventsPublisher) -> None:
         self.config = config
@@ -87,7 +88,8 @@ class Shell:
         if ready is None or self.engine.stats.blocks_total:
             return self.engine.stats
         return EngineStats(blocks_total=ready.num_blocks, blocks_free=ready.num_blocks,
-                           prefill_tokens_per_s=ready.prefill_tokens_per_s, decode_step_s=ready.decode_step_s)
+                           prefill_tokens_per_s=ready.prefill_tokens_per_s, decode_step_s=ready.decode_step_s,
+                           token_budget=ready.token_budget)
 
     def require_serving(self) -> Serving:
         """What the model is; ApiError 503 while there is none (yet, or any more)."""
@@ -99,11 +101,16 @@ class Shell:
                            headers={"Retry-After": RETRY_AFTER_S})
         return self.serving
 
+    def require_ready(self) -> Serving:
+        """As require_accepting, and ApiError 503 once the worker has been told to go."""
+        if self.phase is Phase.LEAVING:
+            raise _leaving()
+        return self.require_accepting()
+
     def require_accepting(self) -> Serving:
         """As require_serving, and ApiError 503 once the worker is being stopped: no new work."""
         if self.phase is Phase.DRAINING:
-            raise ApiError(503, "worker_draining", "This worker is shutting down; ask another one.",
-                           headers={"Retry-After": RETRY_AFTER_S})
+            raise _leaving()
         return self.require_serving()
 
     @contextmanager
@@ -119,6 +126,14 @@ class Shell:
                 self.idle.set()
 
     # -- life ---------------------------------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Say that this worker is going, and go on accepting: routers need a moment to notice. False: nobody was
+        sent here yet, or is any more."""
+        if self.phase is not Phase.READY:
+            return False
+        self.phase = Phase.LEAVING
+        return True
 
     def drain(self) -> None:
         """Take no new requests from now on; those under way go on."""
@@ -187,7 +202,8 @@ class Shell:
             self.phase = Phase.READY
         _log.info("ready", model=ready.model, max_context=ready.max_context, num_blocks=ready.num_blocks,
                   device=ready.device, dtype=ready.dtype, kv_dtype=ready.kv_dtype, exactness=ready.exactness,
-                  notes=list(ready.notes))
+                  target_itl_ms=self.config.target_itl_ms, token_budget=ready.token_budget,
+                  batching=self.config.batching, notes=list(ready.notes))
 
     def _read_tokenizer(self, ready: EngineReady) -> Serving:
         bundle = TokenizerBundle.from_directory(Path(ready.folder), self.config.chat_template)
@@ -195,6 +211,11 @@ class Shell:
         names = {ready.model, self.config.model, self.config.served_name or ready.model}
         return Serving(ready=ready, bundle=bundle, renderer=renderer, token_text=TokenText(renderer.tokenizer),
                        model_names=frozenset(names), system_fingerprint="fp_" + ready.hash_scheme.digest()[:12])
+
+
+def _leaving() -> ApiError:
+    return ApiError(503, "worker_draining", "This worker is shutting down; ask another one.",
+                    headers={"Retry-After": RETRY_AFTER_S})
 
 
 SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)

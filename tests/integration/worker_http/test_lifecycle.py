@@ -156,17 +156,33 @@ async def test_a_full_queue_is_429_with_retry_after(narrow: aiohttp.ClientSessio
 # -- stopping --------------------------------------------------------------------------------------
 
 
+async def test_after_sigterm_a_worker_is_not_ready_but_accepts_for_a_while(tiny_model: Path) -> None:
+    with running_tiny_worker(tiny_model, "--drain-delay-s", "60") as worker:
+        async with worker_client(worker) as client:
+            worker.process.send_signal(signal.SIGTERM)
+            await until_not_ready(client)
+            assert (await get_json(client, "/kv"))["draining"] is True
+            async with client.post(COMPLETIONS, json=long_request(max_tokens=3)) as response:
+                assert response.status == 200, await response.text()
+            worker.process.send_signal(signal.SIGTERM)
+            assert await exit_code(worker) == 0, "a second signal means now"
+
+
+async def until_not_ready(client: aiohttp.ClientSession) -> None:
+    """The signal is handled a moment later: ask until it shows."""
+    while True:
+        async with client.get("/readyz") as response:
+            if response.status == 503:
+                return
+
+
 async def test_sigterm_finishes_streams_and_refuses_new_work(tiny_model: Path) -> None:
-    with running_tiny_worker(tiny_model) as worker:
+    with running_tiny_worker(tiny_model, "--drain-delay-s", "0") as worker:
         async with worker_client(worker) as client:
             async with client.post(COMPLETIONS, json=long_request(stream=True)) as stream:
                 await stream.content.readuntil(b"\n\n")
                 worker.process.send_signal(signal.SIGTERM)
-                # The signal is handled a moment later: ask until it shows.
-                while True:
-                    async with client.get("/readyz") as response:
-                        if response.status == 503:
-                            break
+                await until_not_ready(client)
                 async with client.post(COMPLETIONS, json=long_request()) as response:
                     assert (response.status, (await response.json())["error"]["code"]) == (503, "worker_draining")
                     assert "Retry-After" in response.headers
@@ -177,7 +193,7 @@ async def test_sigterm_finishes_streams_and_refuses_new_work(tiny_model: Path) -
 
 
 async def test_when_draining_takes_too_long_streams_end_with_an_error(tiny_model: Path) -> None:
-    with running_tiny_worker(tiny_model, "--drain-s", "0.05") as worker:
+    with running_tiny_worker(tiny_model, "--drain-delay-s", "0", "--drain-s", "0.05") as worker:
         async with worker_client(worker) as client:
             async with client.post(COMPLETIONS, json=long_request(stream=True)) as stream:
                 await stream.content.readuntil(b"\n\n")
