@@ -9,6 +9,7 @@ Scores halve every HALF_LIFE_S. Known approximation: a prefix and a longer one t
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class HotPrefix:
         return unpack_tokens(self.packed_tokens)
 
     def score_at(self, now: float) -> float:
-        return self.score * 0.5 ** ((now - self.last_at) / HALF_LIFE_S)
+        return self.score * math.exp2((self.last_at - now) / HALF_LIFE_S)
 
 
 class HotPrefixes:
