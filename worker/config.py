@@ -68,6 +68,7 @@ class WorkerConfig:
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), help="request bodies at most")
     drain_delay_s: float = setting(5.0, bounds=(0, None), help="after SIGTERM: still accepting, no longer ready")
     drain_s: float = setting(120.0, bounds=(0, None), help="how long streams may finish after that")
+    loras: tuple[str, ...] = setting((), flag="lora", help="a LoRA adapter in PEFT's format: name=DIR, one per flag")
     cache_dir: Path | None = setting(None, help="where converted models are kept")
     log_format: str = setting("json", choices=FORMATS, help="log lines")
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")

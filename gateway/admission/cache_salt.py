@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from worker.protocol.api_error import invalid_request
@@ -30,6 +30,10 @@ class CacheSalt:
     internal: bytes | None
     salt_from: int = 0
     in_body: str | None = None
+
+    def beside(self, others: tuple[ExtraKey, ...]) -> CacheSalt:
+        """The same with what else stands in the block hashes."""
+        return replace(self, extra_keys=(*self.extra_keys, *others)) if others else self
 
 
 NO_SALT = CacheSalt((), None)

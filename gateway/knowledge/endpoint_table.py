@@ -10,7 +10,7 @@ own: their chains never meet, and prompts are hashed once per scheme.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,7 +19,7 @@ from gateway.knowledge.engines.headstart import WorkerReport
 from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
-from worker.protocol.block_hash import HashScheme
+from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme
 
 
 class EndpointState(Enum):
@@ -91,6 +91,15 @@ class Endpoint:
         return self.report.model if self.report is not None else None
 
     @property
+    def adapters(self) -> Mapping[str, str]:
+        """LoRA adapters of its model: the content digest by the name that clients ask for."""
+        return self.report.adapters if self.report is not None else {}
+
+    def serves(self, model: str) -> bool:
+        """Whether its model or one of its adapters is called so."""
+        return self.model == model or model in self.adapters
+
+    @property
     def state(self) -> EndpointState:
         """Unready beats everything, then draining: neither takes new work."""
         if not self.reachable or self.joined_epoch is None:
@@ -128,7 +137,7 @@ class Endpoint:
         if self._view is not None and self._view_key == key:
             return self._view
         view = EndpointView(
-            endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model,)),
+            endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model, *report.adapters)),
             ready=self.state is not EndpointState.UNREADY,
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
             prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
@@ -168,31 +177,49 @@ class EndpointTable:
         return self._endpoints.get(endpoint_id)
 
     def serving(self, model: str) -> list[Endpoint]:
-        """Who may take a new request for this model: the ready ones, or failing those the incompatible ones."""
+        """Who may take a new request for this model: the ready ones, or failing those the incompatible ones.
+
+        Of workers with different adapters under one name, those with the first one's: a name means one thing.
+        """
         if self._serving_at != _Changes.count:
             self._serving_at = _Changes.count
             self._serving.clear()
         serving = self._serving.get(model)
         if serving is None:
-            ours = [endpoint for endpoint in self if endpoint.model == model]
+            ours = [endpoint for endpoint in self if endpoint.serves(model)]
             ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
             serving = ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
+            serving = [endpoint for endpoint in serving
+                       if endpoint.adapters.get(model) == serving[0].adapters.get(model)]
             if serving:
                 self._serving[model] = serving
         return list(serving)
 
     def joined(self, model: str) -> list[Endpoint]:
         """Every worker of this model that has been understood, in whatever state it is now."""
-        return [endpoint for endpoint in self if endpoint.model == model and endpoint.epoch is not None]
+        return [endpoint for endpoint in self if endpoint.serves(model) and endpoint.epoch is not None]
+
+    def model_behind(self, name: str) -> str:
+        """The model that an adapter belongs to; any other name as it is."""
+        for endpoint in self._endpoints.values():
+            if name in endpoint.adapters and endpoint.model is not None:
+                return endpoint.model
+        return name
+
+    def adapter_keys(self, model: str) -> tuple[ExtraKey, ...]:
+        """What stands in the block hashes of an adapter's prompts; nothing for a model without."""
+        digest = next((endpoint.adapters.get(model) for endpoint in self.serving(model)), None)
+        return () if digest is None else (ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest)),)
 
     def knows(self, model: str) -> bool:
         """Whether some worker has been seen to serve this model."""
         for endpoint in self._endpoints.values():
             report = endpoint.report
-            if report is not None and report.model == model:
+            if report is not None and (report.model == model or model in report.adapters):
                 return True
         return False
 
     def models(self) -> list[str]:
         """Names of the models that some worker has been seen to serve."""
-        return list(dict.fromkeys(endpoint.model for endpoint in self if endpoint.model is not None))
+        return list(dict.fromkeys(name for endpoint in self if endpoint.model is not None
+                                  for name in (endpoint.model, *endpoint.adapters)))

@@ -68,8 +68,9 @@ class Joining:
         self._adherents.pop(endpoint_id, None)
 
     def reference(self, model: str) -> ModelReference | None:
-        """How to tokenise for this model; None before its first worker joined."""
-        return self._references.get(model)
+        """How to tokenise for this model, or for an adapter's; None before its first worker joined."""
+        found = self._references.get(model)
+        return found if found is not None else self._references.get(self._table.model_behind(model))
 
     async def join(self, worker: HeadstartWorker, report: WorkerReport) -> Joined:
         """Fetch its files, compare, probe. Raises what HeadstartWorker raises."""

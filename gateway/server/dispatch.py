@@ -29,7 +29,7 @@ from gateway.server.learning import Learning, chosen_cost
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
-from worker.protocol.block_hash import HashScheme
+from worker.protocol.block_hash import ExtraKeyKind, HashScheme
 
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
@@ -226,6 +226,8 @@ class Dispatcher:
         if not chain or endpoint.scheme is None:
             return
         block_size, salt = endpoint.scheme.block_size, prompt.prepared.salt
+        if any(key.kind is not ExtraKeyKind.GATEWAY_SALT for key in salt.extra_keys):
+            return  # adapters and salts of bodies: a prewarm could not hash it alike
         self.learning.hot.note(Sighting(prompt.model, chain, known_tokens // block_size, prompt.prepared.prompts[0],
                                         block_size, salt.internal, salt.salt_from), time.monotonic())
 

@@ -42,7 +42,7 @@ from gateway.server.admission import DEADLINE_HEADER, Ask
 from gateway.server.answering import Answering, Beginning, Taken
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
 from gateway.server.foreign import Way, errors_of, set_way_back, way_back
-from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRoute
+from gateway.server.generate_route import CHAT, COMPLETIONS, EMBEDDINGS, FOREIGN, GenerateRoute
 from gateway.server.http import CLIENT_CLOSED_REQUEST, Routes, read_body, request_id_of
 from gateway.server.migration import (
     MIGRATION_HEADER,
@@ -82,6 +82,7 @@ class Intake:
     parsed: PromptRequest
     routed: RoutedPrompt
     tenant: Tenant
+    base_model: str
     way_back: Way | None = None
 
 
@@ -132,6 +133,10 @@ class Generate:
     async def completions(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
         """POST /v1/completions."""
         return await self._serve(request, COMPLETIONS, routes.common_headers(request))
+
+    async def embeddings(self, request: BaseRequest, routes: Routes) -> web.StreamResponse:
+        """POST /v1/embeddings."""
+        return await self._serve(request, EMBEDDINGS, routes.common_headers(request))
 
     async def foreign(self, request: BaseRequest, routes: Routes, api: ForeignApi) -> web.StreamResponse:
         """POST /v1/messages and /v1/responses: chat requests in other words."""
@@ -229,9 +234,12 @@ class Generate:
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
         reference = self.reference(parsed.model, tenant)
+        adapter_keys = self._table.adapter_keys(parsed.model)
         prepared = await self._prompt_work.prepare(
-            reference.renderer, parsed, num_body_bytes=len(body), schemes=self._dispatcher.schemes(parsed.model),
-            salt_of=lambda prompts: self._access.salt(tenant, parsed.cache_salt, reference.renderer, prompts),
+            reference.renderer, parsed, num_body_bytes=len(body),
+            schemes=() if parsed.is_uncached else self._dispatcher.schemes(parsed.model),
+            salt_of=lambda prompts: self._access.salt(
+                tenant, parsed.cache_salt, reference.renderer, prompts).beside(adapter_keys),
             scope=tenant.sharing_group.hex() + "/" + (parsed.cache_salt or ""),
             limit=self._limit(reference, route))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
@@ -240,14 +248,15 @@ class Generate:
         session = f"{tenant.tenant_id}/{parsed.prompt_cache_key}" if parsed.prompt_cache_key else None
         routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream,
                               session)
-        return Intake(route, body, parsed, routed, tenant, way)
+        return Intake(route, body, parsed, routed, tenant, reference.model, way)
 
     def _ask(self, intake: Intake) -> Ask:
         prompt, parsed = intake.routed, intake.parsed
         output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
         num_tokens = prompt.prepared.num_tokens
-        return Ask(parsed.model, num_tokens, num_tokens + parsed.num_candidates * output_tokens, len(intake.body),
-                   parsed.priority, lambda: self._dispatcher.predicted_ttft_s(prompt))
+        cost_tokens = num_tokens + parsed.num_candidates * output_tokens
+        return Ask(intake.base_model, num_tokens, cost_tokens, len(intake.body), parsed.priority,
+                   lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
         max_context = self._dispatcher.max_context(reference.model)

@@ -47,14 +47,16 @@ class ClientRoutes:
         routes.add_prefix("GET", MODELS_PREFIX, self._get_model)
         routes.add("POST", "/tokenize", self._tokenize)
         routes.add("POST", "/detokenize", self._detokenize)
+        routes.add("POST", "/v1/embeddings", lambda request: self._generate.embeddings(request, routes))
         for api in (MESSAGES, RESPONSES):
             routes.add("POST", api.path, partial(self._generate.foreign, routes=routes, api=api))
         routes.add("POST", COUNT_TOKENS.path, self._count_tokens)
 
     async def _list_models(self, request: BaseRequest) -> web.Response:
         tenant = self._access.tenant_of(request)
-        served = [self._table.serving(name) for name in self._table.models() if tenant.may_use(name)]
-        return json_response({"object": "list", "data": [_model(endpoints) for endpoints in served if endpoints]})
+        served = {name: self._table.serving(name) for name in self._table.models() if tenant.may_use(name)}
+        return json_response({"object": "list", "data": [_model(name, endpoints) for name, endpoints in served.items()
+                                                         if endpoints]})
 
     async def _get_model(self, request: BaseRequest) -> web.Response:
         tenant = self._access.tenant_of(request)
@@ -62,7 +64,7 @@ class ClientRoutes:
         tenant.check_model(name)
         endpoints = self._table.serving(name)
         if endpoints:
-            return json_response(_model(endpoints))
+            return json_response(_model(name, endpoints))
         if name in self._table.models():
             raise errors.no_worker(f"No worker that serves {name} is ready.")
         raise errors.model_not_found(name, filter(tenant.may_use, self._table.models()))
@@ -108,9 +110,10 @@ class ClientRoutes:
         return known[0]
 
 
-def _model(endpoints: list[Endpoint]) -> dict[str, Any]:
-    name = endpoints[0].model
-    return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": name,
+def _model(name: str, endpoints: list[Endpoint]) -> dict[str, Any]:
+    base = endpoints[0].model
+    return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": base,
+            "parent": None if name == base else base,
             "max_model_len": _max_context(endpoints)}
 
 

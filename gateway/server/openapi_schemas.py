@@ -19,6 +19,7 @@ from worker.prompt.request_schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
 )
 from worker.prompt.responses_body import ResponsesBody
@@ -55,7 +56,8 @@ def components() -> Json:
 
 def _requests() -> Json:
     _, found = msgspec.json.schema_components((
-        ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody),
+        ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody,
+        EmbeddingBody),
         ref_template=_REF)
     for name in ("ChatBody", "CompletionBody", "TokenizeBody"):
         fields = found[name]["properties"]
@@ -69,6 +71,7 @@ def _requests() -> Json:
             _lists_in(fields["stop"]).update(maxItems=MAX_STOPS, items={**_TEXT, "minLength": 1,
                                                                        "maxLength": MAX_STOP_CHARS})
     found["CompletionBody"]["properties"]["prompt"] = _PROMPT
+    found["EmbeddingBody"]["properties"]["input"] = _PROMPT
     found["TokenizeBody"]["oneOf"] = [{"required": [name], "properties": {name: {"type": kind}}}
                                       for name, kind in (("prompt", "string"), ("messages", "array"))]
     return {**found, "Message": _MESSAGE, "Tool": _TOOL}
@@ -98,7 +101,7 @@ _USAGE = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT}, total_t
                  prompt_tokens_details=_nullable(_object({}, cached_tokens=_COUNT)))
 _HEAD = {"id": _TEXT, "object": _TEXT, "choices": _list_of(_object({"index": _COUNT}))}
 _MODEL = _object({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT},
-                 root=_TEXT, max_model_len=_nullable(_COUNT))
+                 root=_TEXT, parent=_nullable(_TEXT), max_model_len=_nullable(_COUNT))
 _WORKER = _object({"id": _TEXT, "url": _TEXT, "models": _list_of(_TEXT), "state": _TEXT, "knowledge": _TEXT},
                   epoch=_nullable(_TEXT), pid=_nullable(_COUNT), blocks=_COUNT)
 _ANSWERS: Json = {
@@ -110,6 +113,8 @@ _ANSWERS: Json = {
     "AnthropicMessage": _object({"id": _TEXT, "type": {"const": "message"}, "role": {"const": "assistant"},
                                  "content": _list_of({"type": "object"}), "usage": {"type": "object"}},
                                 model=_TEXT, stop_reason=_nullable(_TEXT), stop_sequence=_nullable(_TEXT)),
+    "EmbeddingList": _object({"object": {"const": "list"}, "data": _list_of({"type": "object"})}, model=_TEXT,
+                             usage={"type": "object"}),
     "InputTokens": _object({"input_tokens": _COUNT}),
     "OpenAIResponse": _object({"id": _TEXT, "object": {"const": "response"}, "status": _TEXT,
                                "output": _list_of({"type": "object"})}, usage=_nullable({"type": "object"})),

@@ -148,7 +148,8 @@ class OpsRoutes:
     def _worker(self, endpoint: Endpoint) -> dict[str, Any]:
         report, worker_id = endpoint.report, endpoint.endpoint_id
         return {
-            "id": worker_id, "url": endpoint.worker.url, "models": [endpoint.model] if endpoint.model else [],
+            "id": worker_id, "url": endpoint.worker.url,
+            "models": [endpoint.model, *endpoint.adapters] if endpoint.model else [],
             "engine": report.engine if report else None, "version": report.version if report else None,
             "state": endpoint.state.value, "detail": endpoint.detail, "knowledge": endpoint.knowledge.value,
             "epoch": endpoint.epoch, "pid": endpoint.worker.pid or (report.pid if report else None),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,9 @@ class ScheduledSequence:
 
     `block_table` covers every position up to the end of the share. Positions below `write_from` lie in sealed blocks:
     their keys and values exist already and must not be written again (a full hit recomputes its last position only to
-    get logits). `samples` asks for a token from the last position's logits.
+    get logits). `samples` asks for a token from the last position's logits. `adapter` is the content digest of the
+    LoRA adapter that computes it, None for the base model. `targets` are the prompt tokens that follow the first
+    positions of the share, to be scored by those positions' logits. `pools`: its hidden states are to be summed up.
     """
 
     seq_id: int
@@ -25,6 +28,9 @@ class ScheduledSequence:
     block_table: Sequence[int]
     write_from: int
     samples: bool
+    adapter: bytes | None = None
+    targets: Sequence[int] = ()
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,15 @@ class TokenLogprobs:
     """The chosen token's log-probability and the top alternatives, (token id, logprob), best first."""
 
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ScoredToken(NamedTuple):
+    """What the model thought of a token that was given: its log-probability, its rank (1: the likeliest), and the top
+    alternatives, (token id, logprob), best first."""
+
+    logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 

@@ -9,6 +9,10 @@ from worker.core.batch import Preemption, ScheduledSequence, StepPlan
 from worker.core.prefill_pace import TOKENS_MIN, PrefillPace
 from worker.core.sequence import Sequence
 
+SCORED_TOKENS_MAX = 128
+"""Positions of one sequence in one step while its prompt is scored: each needs a row of logits as wide as the
+vocabulary, which for 262,144 tokens is a megabyte."""
+
 
 class StepDraft:
     """Filled by the scheduler; `plan()` freezes it.
@@ -35,7 +39,10 @@ class StepDraft:
 
     def share_of(self, sequence: Sequence) -> int:
         """How many positions the budget still allows the sequence in this step."""
-        return self.share(sequence.num_computed_tokens, sequence.num_remaining_tokens)
+        num_remaining = sequence.num_remaining_tokens
+        if sequence.scores_prompt:
+            num_remaining = min(num_remaining, SCORED_TOKENS_MAX)
+        return self.share(sequence.num_computed_tokens, num_remaining)
 
     def share(self, start: int, num_remaining: int) -> int:
         """How many of `num_remaining` positions from `start` on the budget still allows."""
@@ -64,6 +71,10 @@ class StepDraft:
             block_table=tuple(sequence.block_table[:num_blocks]),
             write_from=sequence.num_sealed_blocks * self._block_size,
             samples=end == sequence.num_tokens,
+            adapter=sequence.adapter,
+            targets=tuple(sequence.token_ids[start + 1:min(end + 1, sequence.num_prompt_tokens)])
+            if sequence.scores_prompt else (),
+            pools=sequence.pools,
         )
         self.num_tokens_left -= num_tokens
         if sequence.num_remaining_tokens == 1:

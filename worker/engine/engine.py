@@ -13,7 +13,7 @@ from itertools import count
 
 from worker.core.batch import FinishReason, SequenceUpdate, StepPlan
 from worker.core.scheduler import Scheduler
-from worker.core.sequence import Sequence, StopRule
+from worker.core.sequence import PromptOutput, Sequence, StopRule
 from worker.engine.engine_config import EngineConfig
 from worker.engine.grammar import GrammarCompiler, GrammarError, Matcher
 from worker.engine.live_sequence import LiveSequence
@@ -32,6 +32,7 @@ from worker.engine.messages import (
 from worker.engine.startup import EngineParts, start_up
 from worker.engine.step_execution import Execution, Runner, execute, failed_outcome, probe
 from worker.engine.timings import BandwidthMeter, EngineRates, SequenceTimings, StepTiming
+from worker.prompt.sampling_params import SamplingParams
 
 # Steps in a row in which nothing could be computed, after which the engine asks itself whether it still can.
 FAILED_STEPS_MAX = 5
@@ -114,7 +115,8 @@ class Engine:
             return
         sequence = Sequence(next(self._next_seq_id), command.prompt_token_ids, self._stop_rule(command),
                             extra_keys=command.extra_keys, priority=command.priority, choice=command.choice,
-                            resumed_token_ids=command.generated_token_ids)
+                            resumed_token_ids=command.generated_token_ids,
+                            prompt_output=_prompt_output(command.params))
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return
@@ -172,12 +174,15 @@ class Engine:
         evicted_for = None if plan.evicted_for_seq_id is None else self._request_id(plan.evicted_for_seq_id)
         decode_rows = sum(self._live[share.seq_id].is_decode(share) for share in plan.sequences)
 
-        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences if share.samples}
+        rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences
+                if share.samples or share.targets}
         execution = execute(self.runner, plan, rows)
         ended_at = self._clock()
         timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
         for share in plan.sequences:
             self._live[share.seq_id].worked(share, timing)
+            self._live[share.seq_id].scored(share, execution.outcome.scored.get(share.seq_id, ()))
+            self._live[share.seq_id].pooled(share, execution.outcome.pooled.get(share.seq_id))
         if not execution.outcome.errors and execution.out_of_memory is None:
             self._observe_rates(plan, timing, decode_rows)
         updates, errors = self._commit(plan, execution)
@@ -269,6 +274,12 @@ class Engine:
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s, decode_step_s=self._rates.decode_step_s)
 
 
+def _prompt_output(params: SamplingParams) -> PromptOutput | None:
+    if params.pools:
+        return PromptOutput.EMBEDDING
+    return None if params.prompt_logprobs is None else PromptOutput.SCORES
+
+
 def _step_kind(decode_rows: int, num_rows: int) -> str:
     if decode_rows == 0:
         return "prefill"
@@ -285,4 +296,5 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
         token_budget=parts.scheduler.token_budget, weights_bytes=spec.weights_bytes,
         activation_bytes=parts.machine.activation_bytes, other_bytes=parts.machine.other_bytes,
-        read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes)
+        read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes,
+        adapters=tuple((adapter.name, adapter.digest) for adapter in parts.adapters))

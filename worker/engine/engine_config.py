@@ -17,7 +17,8 @@ class EngineConfig:
     `kv_memory` is bytes ("2GiB") or a share of what is free ("0.9"). `kv_cache`: "full" shares prefixes, "decode"
     keeps K/V for the running sequence only, "off" recomputes the whole sequence at every token; the last two exist
     for measuring and as oracles. `threads` 0 lets the engine choose. `target_itl_ms` is what prefill may add to the
-    gap between two tokens of a decoding sequence, 0: no bound. `batching` "static" is for measuring.
+    gap between two tokens of a decoding sequence, 0: no bound. `batching` "static" is for measuring. `lora` are
+    adapters as name=DIR.
     """
 
     model: str = "smollm2"
@@ -38,3 +39,4 @@ class EngineConfig:
     target_itl_ms: float = 0.0
     batching: str = "continuous"
     cache_dir: Path | None = None
+    lora: tuple[str, ...] = ()

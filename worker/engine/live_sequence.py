@@ -6,9 +6,10 @@ nothing here writes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from worker.core.batch import FinishReason, Preemption, ScheduledSequence, SequenceUpdate
+from worker.core.batch import FinishReason, Preemption, ScheduledSequence, ScoredToken, SequenceUpdate
 from worker.core.sequence import Sequence
 from worker.engine.grammar import Matcher
 from worker.engine.messages import SequenceOutput, SequenceStats, SubmitSequence
@@ -26,6 +27,8 @@ class LiveSequence:
     matcher: Matcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     lost_until: int = 0
+    prompt_scores: dict[int, ScoredToken] = field(default_factory=dict)
+    hidden_sum: list[float] | None = None
     prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +46,17 @@ class LiveSequence:
 
     def worked(self, share: ScheduledSequence, timing: StepTiming) -> None:
         self.timings.worked(timing, recompute=self.is_recompute(share))
+
+    def scored(self, share: ScheduledSequence, scores: Iterable[ScoredToken]) -> None:
+        """Keep what a step found about the prompt, by position; computed again after a preemption they are equal."""
+        self.prompt_scores.update(enumerate(scores, share.start + 1))
+
+    def pooled(self, share: ScheduledSequence, hidden_sum: list[float] | None) -> None:
+        """Add up; a share that begins at 0 begins anew, since a preempted sequence is computed from there."""
+        if hidden_sum is None:
+            return
+        before = self.hidden_sum if share.start else None
+        self.hidden_sum = hidden_sum if before is None else [a + b for a, b in zip(before, hidden_sum, strict=True)]
 
     def sampler_row(self) -> SamplerRow:
         return SamplerRow(params=self.command.params, choice=self.command.choice,
@@ -63,7 +77,20 @@ class LiveSequence:
             request_id=self.command.request_id, choice=self.command.choice, token_ids=list(update.token_ids),
             logprobs=None if update.logprobs is None else list(update.logprobs), cached_tokens=update.cached_tokens,
             finish_reason=None if reason is None else str(reason), error=error,
-            stats=None if reason is None else self.account())
+            stats=None if reason is None else self.account(),
+            prompt_scores=self._take_scores() if update.cached_tokens is not None else None,
+            embedding=self._mean_hidden() if update.cached_tokens is not None else None)
+
+    def _mean_hidden(self) -> list[float] | None:
+        if self.hidden_sum is None:
+            return None
+        return [value / len(self.prompt_token_ids) for value in self.hidden_sum]
+
+    def _take_scores(self) -> list[ScoredToken] | None:
+        if self.command.params.prompt_logprobs is None:
+            return None
+        scores, self.prompt_scores = self.prompt_scores, {}
+        return [scores[position] for position in range(1, len(self.prompt_token_ids))]
 
     def failed(self, error: str) -> SequenceOutput:
         """It ends here, for a reason of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.core.batch import TokenLogprobs
+from worker.core.batch import ScoredToken, TokenLogprobs
 from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.block_hash import ExtraKey, HashScheme
@@ -75,6 +75,7 @@ class EngineReady:
     `token_budget` is how many prompt positions a step computes beside decoding, at the beginning of a prompt.
     `activation_bytes` is what a whole step was seen to need beside weights and KV, `other_bytes` what the process
     holds besides, `read_bytes_per_s` how fast the device's memory was read.
+    `adapters`: name and content digest of each.
     """
 
     folder: str
@@ -98,6 +99,7 @@ class EngineReady:
     activation_bytes: int = 0
     other_bytes: int = 0
     read_bytes_per_s: float = 0.0
+    adapters: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class SequenceOutput:
 
     `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
     which is the last of `token_ids`), "length", "abort", "error" (`error` says why, `error_param` which field of the
-    request is to blame, if one is); None while it runs.
+    request is to blame, if one is); None while it runs. `prompt_scores`, with the first output where they were asked
+    for: of every prompt token but the first. `embedding`, likewise: the mean of the prompt's last hidden states.
     """
 
     request_id: str
@@ -145,6 +148,8 @@ class SequenceOutput:
     stats: SequenceStats | None = None
     error: str | None = None
     error_param: str | None = None
+    prompt_scores: list[ScoredToken] | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

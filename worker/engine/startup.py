@@ -23,6 +23,7 @@ from worker.engine.timings import EngineRates
 from worker.engine.warm_up import WarmUp, measure_read_speed, other_memory_bytes
 from worker.model.exactness_probe import probe_exactness
 from worker.model.loader import load_model, resolve_model
+from worker.model.lora_folder import LoraAdapter, named_folder, read_adapter
 from worker.model.model_error import ModelError
 from worker.model.model_folder import ModelFolder
 from worker.model.model_spec import ModelSpec
@@ -59,6 +60,7 @@ class EngineParts:
     pacer: Pacer | None
     machine: Machine
     notes: tuple[str, ...]
+    adapters: tuple[LoraAdapter, ...] = ()
 
 
 def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
@@ -67,8 +69,9 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         torch.set_num_threads(config.threads)
     try:
         folder = resolve_model(config.model, cache_dir=config.cache_dir, chat_template=config.chat_template)
+        adapters = _read_adapters(config, folder)
         model = load_model(folder, kv_dtype=config.kv_dtype, device=config.device, exactness=config.exactness,
-                           block_size=config.block_size)
+                           block_size=config.block_size, adapters=adapters)
         bundle = _read_tokenizer(config, folder)
         block_bytes = model.spec.kv_bytes_per_token * config.block_size
         num_blocks = num_kv_blocks(config.kv_memory, block_bytes=block_bytes,
@@ -88,7 +91,17 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     pacer = _measure_pace(config, warm_up)
     scheduler.pace = None if pacer is None else pacer.pace
     return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, grammars, pacer, machine,
-                       _notes(config, model, scheduler))
+                       _notes(config, model, scheduler), adapters)
+
+
+def _read_adapters(config: EngineConfig, folder: ModelFolder) -> tuple[LoraAdapter, ...]:
+    named = [named_folder(text) for text in config.lora]
+    taken = {config.served_name or folder.name, folder.name, config.model}
+    for name, _ in named:
+        if name in taken:
+            raise ModelError(f"--lora {name}=...: the name {name!r} is taken; requests choose adapters by name")
+        taken.add(name)
+    return tuple(read_adapter(name, path) for name, path in named)
 
 
 def _warm_up(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, spec: ModelSpec) -> WarmUp:

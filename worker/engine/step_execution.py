@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from worker.core.batch import SampledToken, ScheduledSequence, StepPlan, StepResult
+from worker.core.batch import SampledToken, ScheduledSequence, ScoredToken, StepPlan, StepResult
 from worker.engine.model_runner import RunOutcome
 from worker.model.sampler import SamplerRow
 from worker.prompt.sampling_params import SamplingParams
@@ -78,6 +78,8 @@ def failed_outcome(plan: StepPlan, errors: dict[int, str]) -> RunOutcome:
 def _execute_share_by_share(runner: Runner, plan: StepPlan, rows: Mapping[int, SamplerRow]) -> Execution:
     sampled: dict[int, SampledToken] = {}
     errors: dict[int, str] = {}
+    scored: dict[int, list[ScoredToken]] = {}
+    pooled: dict[int, list[float]] = {}
     forward_s = sample_s = 0.0
     for share in plan.sequences:
         alone = replace(plan, sequences=(share,), num_tokens=len(share.token_ids))
@@ -91,10 +93,12 @@ def _execute_share_by_share(runner: Runner, plan: StepPlan, rows: Mapping[int, S
             continue
         sampled.update(outcome.result.sampled)
         errors.update(outcome.errors)
+        scored.update(outcome.scored)
+        pooled.update(outcome.pooled)
         forward_s += outcome.forward_s
         sample_s += outcome.sample_s
     result = StepResult(plan.step_id, sampled, frozenset(errors))
-    return Execution(RunOutcome(result, forward_s, sample_s, errors))
+    return Execution(RunOutcome(result, forward_s, sample_s, errors, scored, pooled))
 
 
 def _too_large(plan: StepPlan, error: Exception) -> Execution:

@@ -49,7 +49,8 @@ class BatchLayout:
               row_multiple: int = 1) -> BatchLayout:
         """Pack the batch; row counts (logits rows too) are rounded up to `row_multiple`."""
         spans: list[RowSpan] = []
-        positions, write_rows, write_slots, logits_rows, opened = [], [], [], [], []
+        positions, write_rows, write_slots, opened = [], [], [], []
+        logits_rows: list[int] = []
         first_row = 0
         for rows in batch.sequences:
             span = _span_of(rows, first_row, block_size)
@@ -59,6 +60,7 @@ class BatchLayout:
             write_rows.append(written - span.start + first_row)
             table = np.asarray(span.block_table, dtype=np.int64)
             write_slots.append(table[written // block_size] * block_size + written % block_size)
+            logits_rows += range(first_row, first_row + rows.num_scored)
             if rows.wants_logits:
                 logits_rows.append(first_row + span.num_rows - 1)
             if max(span.start, rows.write_from) <= span.end // block_size * block_size < span.end:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from worker.model.kv_storage import KVStorage
 from worker.model.latent_attention import keep_latents
 from worker.model.layer_survey import survey_layers
 from worker.model.linear import multiplies_bf16
+from worker.model.lora import LoraLayers, adapt_compact, adapt_modules
+from worker.model.lora_folder import LoraAdapter, check_fits
 from worker.model.model_error import ModelError
 from worker.model.model_folder import ModelFolder, default_cache_dir, file_sha256, open_folder, read_config
 from worker.model.model_spec import ModelSpec
@@ -65,8 +68,8 @@ def resolve_model(model: str, *, cache_dir: Path | None = None, chat_template: P
 
 
 def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "auto", device: str = "auto",
-               exactness: str = "fast", block_size: int = 16) -> PagedModel:
-    """Load the weights and wire our paged attention in. Raises ModelError, one line with a remedy."""
+               exactness: str = "fast", block_size: int = 16, adapters: Sequence[LoraAdapter] = ()) -> PagedModel:
+    """Load the weights and wire our paged attention and the adapters in. Raises ModelError, one line."""
     if exactness not in ("fast", "strict"):
         raise ModelError(f"--exactness {exactness!r} is unknown; choose fast or strict")
     if exactness == "strict" and KEY_TILE % block_size:
@@ -86,10 +89,25 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
         kv_bytes_per_token=sum(layer.elements_per_token() for layer in layers) * stored_as.itemsize,
         dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device),
         weights_bytes=sum(parameter.nbytes for parameter in model.parameters()))    # a tied head's counts once
+    for adapter in adapters:
+        check_fits(adapter, model.get_submodule)
+    layers_path = _layers_path(model)
     compact = None
     if exactness == "fast":
         model, compact = _compact(folder, model)
-    return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact)
+    lora = None
+    if adapters:
+        lora = LoraLayers(adapters, dtype=torch_dtype, device=torch_device, computes_all_rows=exactness == "strict")
+        if compact is None:
+            adapt_modules(model, lora)
+        else:
+            compact = adapt_compact(compact, lora, prefix=layers_path)
+    return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact, adapters=lora)
+
+
+def _layers_path(model: Any) -> str:
+    """Where a model keeps its layers, as paths of its modules begin."""
+    return f"{model.base_model_prefix}.layers"
 
 
 def _compact(folder: ModelFolder, model: Any) -> tuple[Any, CompactDecoder | None]:

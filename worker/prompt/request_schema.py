@@ -72,6 +72,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
     response_format: ResponseFormat | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -96,6 +97,15 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+    input: str | list[str | TokenId | list[TokenId]]
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: Annotated[str, Meta(max_length=MAX_LABEL_CHARS)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

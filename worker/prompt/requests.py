@@ -28,11 +28,12 @@ from worker.prompt.request_schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
     TokenizeBody,
 )
 from worker.prompt.sampling_params import SamplingParams
-from worker.protocol.api_error import invalid_request
+from worker.protocol.api_error import ApiError, invalid_request
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     `max_tokens` None: up to the end of the context; a default one shrinks to what is left. `seed_given` False: the
     server draws `sampling.seed`.
     `sampling.logprobs` holds the normalised `logprobs`/`top_logprobs`. `unknown` are ignored top-level fields.
-    `response_schema`: the JSON schema that `response_format` asks for, as JSON text.
+    `response_schema`: the JSON schema that `response_format` asks for, as JSON text. `prompt_logprobs`: how many
+    alternatives to show for each token of the prompt; `sampling`'s covers `echo` with `logprobs` too.
     """
 
     model: str
@@ -60,7 +62,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     response_schema: str | None = None
+    prompt_logprobs: int | None = None
     unknown: tuple[str, ...] = ()
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted: then nothing of it comes from a cache."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def is_uncached(self) -> bool:
+        """Whether every position of the prompt must be computed, so that nothing of it comes from a cache."""
+        return self.scores_prompt or self.sampling.pools
 
     @property
     def num_candidates(self) -> int:
@@ -112,6 +125,12 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         return self.n if self.best_of is None else self.best_of
 
 
+class EmbeddingRequest(CompletionRequest, frozen=True, kw_only=True):
+    """POST /v1/embeddings: a completion of one token, of which only the prompts' embeddings are told."""
+
+    as_base64: bool = False
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: exactly one of `prompt` and `messages` is set.
 
@@ -140,6 +159,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
+_embedding_decoder = msgspec.json.Decoder(EmbeddingBody)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
@@ -162,8 +182,9 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """Parse a POST /v1/completions body; ApiError 400 with `param` on anything malformed."""
     given, unknown = decode_body(body, _completion_decoder)
     prompts = _prompts(given.prompt)
-    if given.echo and given.logprobs is not None:
-        raise invalid_request("echo with logprobs is not supported: ask for one of them.", "echo")
+    echoed_logprobs = given.logprobs if given.echo else None
+    if echoed_logprobs is not None and given.stream:
+        raise invalid_request("echo with logprobs cannot be streamed.", "echo")
     if given.suffix:
         raise invalid_request("suffix is not supported: this model completes from the left only.", "suffix")
     best_of = _best_of(given)
@@ -171,9 +192,29 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise invalid_request(f"n or best_of times the number of prompts may be at most {MAX_SEQUENCES}.",
                               "n" if best_of is None else "best_of")
     shared = _shared(given, unknown, logprobs=given.logprobs,
-                     max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS)
+                     max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS, echoed_logprobs=echoed_logprobs)
     return CompletionRequest(**shared, prompts=prompts, echo=bool(given.echo), best_of=best_of,
                              max_tokens_is_default=given.max_tokens is None)
+
+
+def parse_embedding(body: bytes) -> EmbeddingRequest:
+    """Parse a POST /v1/embeddings body; ApiError 400 with `param` on anything malformed."""
+    given, unknown = decode_body(body, _embedding_decoder)
+    if given.encoding_format not in (None, "float", "base64"):
+        raise invalid_request("encoding_format must be 'float' or 'base64'.", "encoding_format")
+    if given.dimensions is not None:
+        raise invalid_request("dimensions is not supported: this model was not trained for shorter embeddings.",
+                              "dimensions")
+    try:
+        prompts = _prompts(given.input)
+    except ApiError as error:
+        raise invalid_request(error.message.replace("prompt", "input"),
+                              (error.param or "input").replace("prompt", "input")) from None
+    return EmbeddingRequest(
+        model=given.model, prompts=prompts, max_tokens=1, seed_given=True, user=given.user,
+        priority=given.priority or 0,
+        sampling=SamplingParams(temperature=0.0, ignore_eos=True, pools=True),
+        as_base64=given.encoding_format == "base64", unknown=unknown)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
@@ -200,16 +241,21 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
 
 def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | None,
-            max_tokens: int | None) -> dict[str, Any]:
+            max_tokens: int | None, echoed_logprobs: int | None = None) -> dict[str, Any]:
     """The fields of GenerationRequest, with everything that holds for both routes checked."""
     if given.stream_options is not None and not given.stream:
         raise invalid_request("stream_options is only allowed when stream is true.", "stream_options")
     if max_tokens is not None and (given.min_tokens or 0) > max_tokens:
         raise invalid_request(f"min_tokens ({given.min_tokens}) is larger than max_tokens ({max_tokens}).",
                               "min_tokens")
+    if given.prompt_logprobs is not None and given.stream:
+        raise invalid_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
     options = given.stream_options
+    of_prompt = [wanted for wanted in (given.prompt_logprobs, echoed_logprobs) if wanted is not None]
+    sampling = _sampling(given, logprobs, max(of_prompt, default=None))
     return {
-        "model": given.model, "sampling": _sampling(given, logprobs), "seed_given": given.seed is not None,
+        "model": given.model, "sampling": sampling, "prompt_logprobs": given.prompt_logprobs,
+        "seed_given": given.seed is not None,
         "max_tokens": max_tokens, "n": given.n or 1, "stop": _stops(given.stop), "stream": bool(given.stream),
         "include_usage": bool(options and options.include_usage), "return_token_ids": bool(given.return_token_ids),
         "cache_salt": given.cache_salt, "priority": given.priority or 0, "user": given.user,
@@ -218,7 +264,7 @@ def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | 
     }
 
 
-def _sampling(given: GenerationBody, logprobs: int | None) -> SamplingParams:
+def _sampling(given: GenerationBody, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
     asked = {
         "temperature": given.temperature, "top_p": given.top_p, "min_p": given.min_p, "seed": given.seed,
         "repetition_penalty": given.repetition_penalty, "presence_penalty": given.presence_penalty,
@@ -228,7 +274,7 @@ def _sampling(given: GenerationBody, logprobs: int | None) -> SamplingParams:
         **{name: value for name, value in asked.items() if value is not None},  # type: ignore[arg-type]
         # vLLM's clients turn top_k off with -1 or 0.
         top_k=given.top_k if given.top_k is not None and given.top_k > 0 else None,
-        logit_bias=_logit_bias(given.logit_bias), logprobs=logprobs)
+        logit_bias=_logit_bias(given.logit_bias), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

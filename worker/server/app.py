@@ -54,6 +54,7 @@ def build_app(shell: Shell) -> web.Application:
     app[SHELL] = shell
     app.router.add_post("/v1/chat/completions", handlers.chat_completions)
     app.router.add_post("/v1/completions", handlers.completions)
+    app.router.add_post("/v1/embeddings", handlers.embeddings)
     for path in FOREIGN:
         app.router.add_post(path, handlers.foreign)
     app.router.add_post(COUNT_TOKENS.path, model_routes.count_tokens)
@@ -90,7 +91,7 @@ def engine_config(config: WorkerConfig) -> EngineConfig:
         device=config.device, hash_seed=hash_seed, chat_template=config.chat_template,
         max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting,
         max_context=config.max_context, target_itl_ms=config.target_itl_ms, batching=config.batching,
-        cache_dir=config.cache_dir)
+        cache_dir=config.cache_dir, lora=config.loras)
 
 
 async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:

@@ -17,21 +17,23 @@ from aiohttp import web
 from worker.engine.messages import SubmitSequence
 from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import CompletionRequest
+from worker.prompt.requests import CompletionRequest, EmbeddingRequest
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import Generation
-from worker.server.intake import CHAT, COMPLETIONS, FOREIGN, Admission, Route, admit
+from worker.server.intake import CHAT, COMPLETIONS, EMBEDDINGS, FOREIGN, Admission, Route, admit
 from worker.server.openai_format import (
     ChatFormat,
     CompletionFormat,
     FullChoice,
     ResponseFormat,
     ResponseHead,
+    ScoredPrompt,
     best_choices,
+    embedding_list,
 )
 from worker.server.shell import Shell, shell_of
 from worker.server.sse import open_stream
@@ -46,6 +48,26 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, COMPLETIONS)
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """POST /v1/embeddings: the mean of each prompt's last hidden states, at length 1."""
+    shell = shell_of(request)
+    with shell.answering():
+        admission = await admit(request, shell, EMBEDDINGS)
+        async with _submitted(request, shell, admission, EMBEDDINGS) as generation:
+            while await generation.next_deltas():
+                continue
+            return _embedded(shell, generation, admission)
+
+
+def _embedded(shell: Shell, generation: Generation, admission: Admission) -> web.Response:
+    body, account = admission.body, generation.account()
+    assert isinstance(body, EmbeddingRequest), "its route parses nothing else"
+    vectors = embedding_list(generation.embeddings(), as_base64=body.as_base64)
+    answer = {"object": "list", "data": vectors, "model": shell.require_serving().shown_name(body.model),
+              "usage": {"prompt_tokens": account.prompt_tokens, "total_tokens": account.prompt_tokens}}
+    return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
 
 async def foreign(request: web.Request) -> web.StreamResponse:
@@ -103,7 +125,7 @@ def _generation(request: web.Request, shell: Shell, admission: Admission, route:
         for prompt in given for _ in range(body.num_candidates)
     ]
     generation = Generation(
-        key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.ready.model,
+        key=key, request_id=request[REQUEST_ID], route=route.name, model=serving.shown_name(admission.body.model),
         prompt_lengths=[len(prompt) for prompt in given], num_choices_per_prompt=body.num_candidates,
         tokenize_s=admission.tokenize_s, detokenizers=detokenizers,
         tool_parsers=[tool_parser_of(body, serving.renderer) for _ in detokenizers],
@@ -125,7 +147,7 @@ def _sequences(generation: Generation, admission: Admission) -> list[SubmitSeque
         SubmitSequence(
             request_id=generation.key, choice=generation.first_choice + index * body.num_candidates + number,
             token_ids=prompt,
-            params=admission.params, max_new_tokens=admission.max_new_tokens[index],
+            params=admission.params_of(number), max_new_tokens=admission.max_new_tokens[index],
             stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys, priority=body.priority,
             arrived_at=generation.arrived_at, grammar=admission.grammar, num_generated=admission.num_generated)
         for index, prompt in enumerate(admission.prompts) for number in range(body.num_candidates)
@@ -136,7 +158,8 @@ def _format(shell: Shell, generation: Generation, admission: Admission, route: R
     serving = shell.require_serving()
     resume = admission.resume
     head = ResponseHead(request_id=generation.request_id, response_id=None if resume is None else resume.id,
-                        created=int(time.time()) if resume is None else resume.created, model=serving.ready.model,
+                        created=int(time.time()) if resume is None else resume.created,
+                        model=serving.shown_name(admission.body.model),
                         system_fingerprint=serving.system_fingerprint, include_usage=admission.body.include_usage,
                         return_token_ids=admission.body.return_token_ids, tool_style=serving.renderer.tool_style)
     layout = (CompletionFormat if route is COMPLETIONS else ChatFormat)(head, serving.token_text)
@@ -151,6 +174,8 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
     while deltas := await generation.next_deltas():
         for delta in deltas:
             choices[delta.choice].add(delta)
+    if body.scores_prompt:
+        _add_prompts(choices, generation, admission)
     if body.num_candidates > body.n:
         choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
@@ -159,6 +184,14 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
         answer = admission.foreign.whole(answer)
     return web.Response(body=orjson.dumps(answer), content_type="application/json",
                         headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
+
+
+def _add_prompts(choices: list[FullChoice], generation: Generation, admission: Admission) -> None:
+    body = admission.body
+    num_echoed = body.sampling.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    for index, choice in enumerate(choices):
+        choice.prompt = ScoredPrompt(admission.prompts[index // body.num_candidates], generation.prompt_scores(index),
+                                     body.prompt_logprobs, num_echoed)
 
 
 async def _stream(request: web.Request, generation: Generation, layout: ResponseFormat,

@@ -21,7 +21,7 @@ from worker.prompt.foreign_api import ForeignAnswer, ForeignApi
 from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.messages_body import MESSAGES
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_embedding
 from worker.prompt.responses_body import RESPONSES
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import ApiError, invalid_request
@@ -76,6 +76,7 @@ def _render_completion(renderer: PromptRenderer, body: Body) -> list[list[int]]:
 
 CHAT = Route("/v1/chat/completions", parse_chat, _render_chat, "messages")
 COMPLETIONS = Route("/v1/completions", parse_completion, _render_completion, "prompt")
+EMBEDDINGS = Route("/v1/embeddings", parse_embedding, _render_completion, "input")
 FOREIGN = {api.path: Route(api.path, parse_chat, _render_chat, "messages", api) for api in (MESSAGES, RESPONSES)}
 
 
@@ -98,6 +99,12 @@ class Admission:
     resume: Resume | None = None
     foreign: ForeignAnswer | None = None
     tells_token_ids: bool = False
+
+    def params_of(self, number: int) -> SamplingParams:
+        """One of a prompt's choices': the first alone scores the prompt, which costs it the cache."""
+        if number == 0 or self.params.prompt_logprobs is None:
+            return self.params
+        return msgspec.structs.replace(self.params, prompt_logprobs=None)
 
     @property
     def num_generated(self) -> int:
@@ -132,6 +139,8 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
     require_model(body.model, serving)
     _check_number_of_choices(body, prompts, shell)
+    if (adapter := serving.adapters.get(body.model)) is not None:
+        extra_keys = (*extra_keys, ExtraKey(ExtraKeyKind.LORA, adapter))
     max_new_tokens = _max_new_tokens(body, prompts, serving.ready, route, resume=resume)
     return Admission(
         body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
@@ -156,7 +165,7 @@ def require_model(model: str | None, serving: Serving) -> None:
     """ApiError 404 `model_not_found` for another model; None means the one that is served."""
     if model is not None and model not in serving.model_names:
         raise ApiError(404, "model_not_found", f"The model {model!r} is not served here; this worker serves "
-                       f"{serving.ready.model!r}.", param="model")
+                       f"{', '.join(map(repr, (serving.ready.model, *serving.adapters)))}.", param="model")
 
 
 async def read_body(request: web.Request, limit_bytes: int) -> bytes:

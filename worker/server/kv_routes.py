@@ -45,6 +45,7 @@ async def kv_state(request: web.Request) -> web.Response:
         "pid": os.getpid(),
         "epoch": publisher.epoch,
         "model": ready.model,
+        "adapters": {name: digest.hex() for name, digest in ready.adapters},
         "hash_scheme": ready.hash_scheme.to_wire(with_seed=with_seed),
         "hash_scheme_digest": ready.hash_scheme.digest(),
         "block_size": ready.block_size,

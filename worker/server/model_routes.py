@@ -19,16 +19,15 @@ _STARTED_AT = int(time.time())
 
 async def list_models(request: web.Request) -> web.Response:
     serving = shell_of(request).require_serving()
-    return json_response({"object": "list", "data": [_model(serving)]})
+    names = (serving.ready.model, *serving.adapters)
+    return json_response({"object": "list", "data": [_model(serving, name) for name in names]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     serving = shell_of(request).require_serving()
     name = request.match_info["model"]
-    if name not in serving.model_names:
-        raise ApiError(404, "model_not_found", f"The model {name!r} is not served here; this worker serves "
-                       f"{serving.ready.model!r}.", param="model")
-    return json_response(_model(serving))
+    require_model(name, serving)
+    return json_response(_model(serving, serving.shown_name(name)))
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -72,10 +71,10 @@ def json_response(payload: object) -> web.Response:
     return web.Response(body=orjson.dumps(payload), content_type="application/json")
 
 
-def _model(serving: Serving) -> dict[str, Any]:
-    name = serving.ready.model
-    return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": name,
-            "max_model_len": serving.ready.max_context}
+def _model(serving: Serving, name: str) -> dict[str, Any]:
+    base = serving.ready.model
+    return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": base,
+            "parent": None if name == base else base, "max_model_len": serving.ready.max_context}
 
 
 def _tokenize(raw: bytes, serving: Serving) -> dict[str, Any]:

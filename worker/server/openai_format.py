@@ -6,16 +6,19 @@ to one request and remembers what the next chunk depends on (text offsets, which
 
 from __future__ import annotations
 
+import base64
 import codecs
 import hashlib
+import math
+import struct
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from worker.core.batch import TokenLogprobs
+from worker.core.batch import ScoredToken, TokenLogprobs
 from worker.prompt.tool_parser import ToolCall
 from worker.prompt.tool_style import HERMES, ToolStyle
 from worker.server.generation import Account, ChoiceDelta
@@ -39,6 +42,16 @@ class ResponseHead:
     response_id: str | None = None    # of a resumed answer, which keeps it
 
 
+class ScoredPrompt(NamedTuple):
+    """A prompt's tokens and what the model thought of each but the first, for those who asked: `num_shown`
+    alternatives as vLLM's `prompt_logprobs`, `num_echoed` in the log-probabilities of an echo; None: not there."""
+
+    token_ids: Sequence[int]
+    scores: Sequence[ScoredToken]
+    num_shown: int | None
+    num_echoed: int | None
+
+
 @dataclass(slots=True)
 class FullChoice:
     """A finished choice, gathered from its deltas."""
@@ -49,6 +62,7 @@ class FullChoice:
     finish_reason: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     stop_string: str | None = None
+    prompt: ScoredPrompt | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
@@ -74,6 +88,19 @@ def best_choices(choices: Sequence[FullChoice], num_candidates: int, n: int, *,
 def _mean_logprob(choice: FullChoice) -> float:
     logprobs = [item.logprob for item in choice.logprobs or ()]
     return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_MIN
+
+
+def embedding_list(vectors: Sequence[Sequence[float]], *, as_base64: bool) -> list[Json]:
+    """`embedding` objects of length 1, as numbers or as little-endian float32 in base64."""
+    items: list[Json] = []
+    for index, vector in enumerate(vectors):
+        length = math.hypot(*vector) or 1.0
+        values = [value / length for value in vector]
+        shown: Any = values
+        if as_base64:
+            shown = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        items.append({"object": "embedding", "index": index, "embedding": shown})
+    return items
 
 
 def usage(account: Account) -> Json:
@@ -116,7 +143,24 @@ class ResponseFormat(ABC):
     def full(self, choices: Sequence[FullChoice], account: Account) -> Json:
         """The one object of a request that does not stream."""
         items = [self._full_choice(index, choice) for index, choice in enumerate(choices)]
-        return {**self._object(self.object_name), "choices": items, "usage": usage(account)}
+        answer = {**self._object(self.object_name), "choices": items, "usage": usage(account)}
+        self._show_prompt(answer, choices)
+        return answer
+
+    @abstractmethod
+    def _show_prompt(self, answer: Json, choices: Sequence[FullChoice]) -> None:
+        """`prompt_logprobs` where vLLM has them."""
+
+    def _prompt_logprobs(self, prompt: ScoredPrompt) -> list[Json | None]:
+        """Per token its own log-probability and those of the alternatives, by token id; nothing of the first."""
+        shown: list[Json | None] = [None]
+        for token_id, scored in zip(prompt.token_ids[1:], prompt.scores, strict=True):
+            ranked = [(other, logprob, rank) for rank, (other, logprob) in
+                      enumerate(scored.top[:prompt.num_shown], start=1)]
+            shown.append({str(other): {"logprob": max(logprob, LOGPROB_MIN), "rank": rank,
+                                       "decoded_token": self._token_text.text_of(other)}
+                          for other, logprob, rank in (*ranked, (token_id, scored.logprob, scored.rank))})
+        return shown
 
     def _object(self, name: str) -> Json:
         head = self._head
@@ -185,6 +229,11 @@ class ChatFormat(ResponseFormat):
                 "finish_reason": choice.finish_reason}
         return self._completed(item, choice.token_ids, choice.stop_string)
 
+    def _show_prompt(self, answer: Json, choices: Sequence[FullChoice]) -> None:
+        prompt = choices[0].prompt
+        if prompt is not None and prompt.num_shown is not None:
+            answer["prompt_logprobs"] = self._prompt_logprobs(prompt)
+
     def _tool_call(self, choice: int, call: ToolCall) -> Json:
         """Its id is a function of where it stands, so that an answer that moves to another worker keeps it."""
         style = self._head.tool_style
@@ -229,8 +278,26 @@ class CompletionFormat(ResponseFormat):
 
     def _full_choice(self, index: int, choice: FullChoice) -> Json:
         item = {"index": index, "text": choice.text, "finish_reason": choice.finish_reason,
-                "logprobs": self._logprobs(index, choice.token_ids, choice.logprobs)}
+                "logprobs": self._with_prompt(index, choice)}
         return self._completed(item, choice.token_ids, choice.stop_string)
+
+    def _show_prompt(self, answer: Json, choices: Sequence[FullChoice]) -> None:
+        for item, choice in zip(answer["choices"], choices, strict=True):
+            if choice.prompt is not None and choice.prompt.num_shown is not None:
+                item["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
+
+    def _with_prompt(self, index: int, choice: FullChoice) -> Json | None:
+        """The log-probabilities of an echoed prompt before the answer's; nothing is known of the first token."""
+        prompt = choice.prompt
+        if prompt is None or prompt.num_echoed is None:
+            return self._logprobs(index, choice.token_ids, choice.logprobs)
+        scores = [TokenLogprobs(scored.logprob, scored.top[:prompt.num_echoed]) for scored in prompt.scores]
+        first = self._logprobs(index, prompt.token_ids[:1], [TokenLogprobs(0.0)]) or {}
+        first |= {"token_logprobs": [None], "top_logprobs": [None]}
+        for part in (self._logprobs(index, prompt.token_ids[1:], scores),
+                     self._logprobs(index, choice.token_ids, choice.logprobs)):
+            first = {name: [*first[name], *(part or {}).get(name, [])] for name in first}
+        return first
 
     def _logprobs(self, index: int, token_ids: Sequence[int],
                   logprobs: Sequence[TokenLogprobs] | None) -> Json | None:

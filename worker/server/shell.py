@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,14 +47,19 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is known once the model is loaded. Immutable for the life of the process."""
+    """What is known once the model is loaded. Immutable for the life of the process. `adapters`: digests by name."""
 
     ready: EngineReady
     bundle: TokenizerBundle
     renderer: PromptRenderer
     token_text: TokenText
     model_names: frozenset[str]
+    adapters: Mapping[str, bytes]
     system_fingerprint: str
+
+    def shown_name(self, model: str | None) -> str:
+        """What an answer says who gave it: the adapter that was asked for, or the model."""
+        return model if model is not None and model in self.adapters else self.ready.model
 
 
 class Shell:
@@ -208,9 +213,11 @@ class Shell:
     def _read_tokenizer(self, ready: EngineReady) -> Serving:
         bundle = TokenizerBundle.from_directory(Path(ready.folder), self.config.chat_template)
         renderer = PromptRenderer(bundle)
-        names = {ready.model, self.config.model, self.config.served_name or ready.model}
+        adapters = dict(ready.adapters)
+        names = {ready.model, self.config.model, self.config.served_name or ready.model, *adapters}
         return Serving(ready=ready, bundle=bundle, renderer=renderer, token_text=TokenText(renderer.tokenizer),
-                       model_names=frozenset(names), system_fingerprint="fp_" + ready.hash_scheme.digest()[:12])
+                       model_names=frozenset(names), adapters=adapters,
+                       system_fingerprint="fp_" + ready.hash_scheme.digest()[:12])
 
 
 def _leaving() -> ApiError:

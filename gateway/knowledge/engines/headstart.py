@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -76,6 +76,9 @@ class Rates(msgspec.Struct, frozen=True):
     decode_step_s: float = 0.0
 
 
+AdapterDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
 class Prewarmed(msgspec.Struct, frozen=True):
     """What POST /kv/prewarm found already cached."""
 
@@ -83,7 +86,7 @@ class Prewarmed(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """GET /kv. Unknown fields are ignored, so that a newer worker can be read.
+    """GET /kv. Unknown fields are ignored, so that a newer worker can be read. `adapters`: content digests by name.
 
     `internal_requests`: accepted, refused or off (it has no token); "" from a worker that does not say.
     """
@@ -96,6 +99,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     block_size: int
     max_context: int
     events: EventSockets | None = None
+    adapters: dict[str, AdapterDigest] = {}
     version: str = ""
     pid: int | None = None
     exactness: str = ""
