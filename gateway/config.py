@@ -53,6 +53,7 @@ class GatewayConfig:
                                     help="from a request's first byte to the end of its headers")
     index_max_bytes: int = setting(512 * 1024 * 1024, bounds=(1, None), help="memory of the prefix index at most")
     speculative_ttl_s: float = setting(5.0, bounds=(0, None), help="how long a routed prompt counts as cached")
+    approximate_ttl_s: float = setting(120.0, bounds=(0, None), help="the same at a worker that tells no events")
     connect_timeout_s: float = setting(2.0, bounds=(0.001, None), help="connecting to a worker")
     first_byte_timeout_s: float = setting(600.0, bounds=(0.001, None), help="a worker's first byte")
     chunk_gap_timeout_s: float = setting(120.0, bounds=(0.001, None), help="silence inside a stream")

@@ -34,20 +34,20 @@ class RateEstimator:
     def first_token(self, endpoint_id: str, tokens: int, seconds: float, *, now: float) -> None:
         """`tokens` of prefill, the queue before it included, took `seconds`."""
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
-            _add(self._prefill, (endpoint_id, _length_bucket(tokens)), tokens / seconds, now)
+            _add(self._prefill, (endpoint_id, length_bucket(tokens)), tokens / seconds, now)
 
     def inter_token(self, endpoint_id: str, num_streams: int, seconds: float, *, now: float) -> None:
         """A stream's tokens came `seconds` apart while `num_streams` ran there."""
         if num_streams > 0 and seconds > 0:
-            _add(self._steps, (endpoint_id, _batch_bucket(num_streams)), seconds, now)
+            _add(self._steps, (endpoint_id, batch_bucket(num_streams)), seconds, now)
 
     def prefill_tokens_per_s(self, endpoint_id: str, prompt_tokens: int, *, now: float) -> float:
         """For prompts about this long; 0.0 when too little has been seen lately."""
-        return _near(self._prefill, endpoint_id, _length_bucket(prompt_tokens), now)
+        return _near(self._prefill, endpoint_id, length_bucket(prompt_tokens), now)
 
     def decode_step_s(self, endpoint_id: str, num_streams: int, *, now: float) -> float:
         """With about so many streams; 0.0 when too little has been seen lately."""
-        return _near(self._steps, endpoint_id, _batch_bucket(num_streams), now)
+        return _near(self._steps, endpoint_id, batch_bucket(num_streams), now)
 
     def forget(self, endpoint_id: str) -> None:
         """Another process answers there now."""
@@ -63,11 +63,13 @@ def settled(reported: float, observed: float) -> float:
     return reported if 1 / TRUST_RATIO <= observed / reported <= TRUST_RATIO else observed
 
 
-def _length_bucket(tokens: int) -> int:
+def length_bucket(tokens: int) -> int:
+    """Prompts about this long."""
     return min(max(tokens // PREFILL_TOKENS_MIN, 1).bit_length() - 1, LENGTH_BUCKETS - 1)
 
 
-def _batch_bucket(num_streams: int) -> int:
+def batch_bucket(num_streams: int) -> int:
+    """Batches of about so many streams."""
     return min(max(num_streams, 1).bit_length() - 1, BATCH_BUCKETS - 1)
 
 

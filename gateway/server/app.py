@@ -30,7 +30,7 @@ from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
 from gateway.server.admin_token import AdminToken
 from gateway.server.connections import ConnectionLimits, GuardedServer
-from gateway.server.dispatch import Dispatcher
+from gateway.server.dispatch import BetTtl, Dispatcher
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
 from gateway.server.http import Routes
@@ -84,7 +84,7 @@ class Gateway:
         self._prompt_work = PromptWork()
         self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
-                                speculative_ttl_s=config.speculative_ttl_s,
+                                bet_ttl=BetTtl(config.speculative_ttl_s, config.approximate_ttl_s),
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
                                 notes=None if membership is None else membership.notes)
         self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session)

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway import errors
@@ -25,7 +25,7 @@ from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
-from gateway.server.learning import Learning, chosen_cost
+from gateway.server.learning import Learning
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
@@ -36,6 +36,9 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 4
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
+EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
+             "match_speculative_tokens", "uncached_tokens")
+APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +123,24 @@ class Placement:
         self._withdraw()
 
 
+@dataclass(frozen=True, slots=True)
+class BetTtl:
+    """How long a routed prompt counts as cached unless events say more."""
+
+    with_events_s: float
+    without_events_s: float
+
+
 class Dispatcher:
     """Decides by `policy` and books. Lives on the event loop."""
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger, *, policy: Policy,
-                 speculative_ttl_s: float, max_inflight: int, breakers: Breakers,
-                 notes: Notes | None = None) -> None:
+                 bet_ttl: BetTtl, max_inflight: int, breakers: Breakers, notes: Notes | None = None) -> None:
         self._table = table
         self._index = index
         self._ledger = ledger
         self._policy = policy
-        self._speculative_ttl_s = speculative_ttl_s
+        self._bet_ttl = bet_ttl
         self._max_inflight = max_inflight
         self._breakers = breakers
         self._turns = itertools.count()
@@ -239,9 +249,13 @@ class Dispatcher:
         hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
-        # The time to live bridges the lag of events, which begins when the blocks have been computed.
-        expires_at = time.monotonic() + prefill_s + self._speculative_ttl_s
-        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at)
+        # The time to live bridges the lag of events, which begins when the blocks have been computed. Without events,
+        # what we sent there lately is all that we know.
+        has_events = endpoint.knowledge is Knowledge.EXACT
+        ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
+        expires_at = time.monotonic() + prefill_s + ttl_s
+        bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
+                                    blocks_max=_history_blocks_max(endpoint))
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
             self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
         return bet
@@ -250,14 +264,15 @@ class Dispatcher:
         """By another process of this gateway: a burst of siblings goes together, whichever processes it meets."""
         endpoint = self._table.get(bet.endpoint_id)
         if endpoint is not None and endpoint.epoch == bet.epoch and endpoint.knowledge is not Knowledge.NONE:
-            self._index.speculate(bet.endpoint_id, bet.hashes, bet.expires_at)
+            self._index.speculate(bet.endpoint_id, bet.hashes, bet.expires_at,
+                                  blocks_max=_history_blocks_max(endpoint))
 
     def explain(self, prompt: RoutedPrompt) -> dict[str, Any]:
         """The decision for POST /admin/explain, with every candidate's cost."""
         decision = self.decide(prompt, frozenset())
         if isinstance(decision, NoEndpoint):
             return {"decision": None, "reason": decision.reason, "detail": decision.message}
-        return {"decision": {name: value for name, value in asdict(decision).items() if name != "candidates"},
+        return {"decision": {name: getattr(decision, name) for name in EXPLAINED},
                 "prompt_tokens": prompt.num_prompt_tokens,
                 "candidates": [{**cost._asdict(), "first_token_s": cost.first_token_s}
                                for cost in decision.candidates]}
@@ -306,11 +321,12 @@ class Choosing:
         record, decision = self._record, placement.decision
         knowledge = placement.endpoint.knowledge
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
-        self._dispatcher.learning.placed(record, decision, self._prompt.session)
+        report = placement.endpoint.report
+        rates = (0.0, 0.0) if report is None else (report.rates.prefill_tokens_per_s, report.rates.decode_step_s)
+        self._dispatcher.learning.placed(record, decision, self._prompt.session, reported=rates)
         record.matched_tokens = decision.matched_tokens
         is_comparable = self._prompt.is_one_sequence and knowledge is not Knowledge.NONE
-        record.cacheable_tokens = max((cost.matched_tokens for cost in decision.candidates),
-                                      default=decision.matched_tokens) if is_comparable else None
+        record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
         if record.cacheable_tokens:
             self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
@@ -318,8 +334,7 @@ class Choosing:
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:
     """Until the chosen worker should have computed the prompt, behind what waits there; 0 without a computed cost."""
-    cost = chosen_cost(decision)
-    return min(cost.first_token_s, EXPECTED_PREFILL_MAX_S) if cost is not None else 0.0
+    return 0.0 if decision.cost is None else min(decision.cost.first_token_s, EXPECTED_PREFILL_MAX_S)
 
 
 def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
@@ -327,3 +342,10 @@ def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     if not worker_token or endpoint.token_refused:
         return True
     return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+
+
+def _history_blocks_max(endpoint: Endpoint) -> int | None:
+    """How much of our own history counts as cached there; None where events tell."""
+    if endpoint.knowledge is Knowledge.EXACT or endpoint.report is None:
+        return None
+    return endpoint.report.blocks.total or APPROXIMATE_BLOCKS_MAX

@@ -93,6 +93,9 @@ class StubWorker:
         self.epoch = ""
         self.publishing = True
         self.ring_size = 1000
+        self.blocks_total = 1000
+        self.tells_events = True
+        self.event_addresses: tuple[str, str] | None = None  # in place of its own: a proxy's
         self.num_unchanged_tokenizers = 0
         self.was_probed, self.may_be_probed = asyncio.Event(), asyncio.Event()
         self.may_be_probed.set()
@@ -102,6 +105,11 @@ class StubWorker:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def own_event_addresses(self) -> tuple[str, str]:
+        """Of the live and the replay socket of this life."""
+        return (self._pub.getsockopt_string(zmq.LAST_ENDPOINT), self._router.getsockopt_string(zmq.LAST_ENDPOINT))
 
     # ---- lives ---------------------------------------------------------------------------------------------------
 
@@ -188,9 +196,10 @@ class StubWorker:
             "hash_scheme_digest": self.scheme.digest(),
             "block_size": BLOCK_SIZE, "max_context": self.max_context, "exactness": self.scheme.exactness,
             "kv_cache": "full",
-            "events": {"endpoint": self._pub.getsockopt_string(zmq.LAST_ENDPOINT),
-                       "replay_endpoint": self._router.getsockopt_string(zmq.LAST_ENDPOINT), "topic": ""},
-            "blocks": {"total": 1000, "free": 1000 - num_blocks, "cached": num_blocks, "used": 0},
+            "events": dict(zip(("endpoint", "replay_endpoint"), self.event_addresses or self.own_event_addresses,
+                               strict=True)) if self.tells_events else None,
+            "blocks": {"total": self.blocks_total, "free": max(0, self.blocks_total - num_blocks),
+                       "cached": num_blocks, "used": 0},
             "rates": {"prefill_tokens_per_s": 1000.0, "decode_step_s": 0.01}, "field_of_tomorrow": 1})
 
     async def _snapshot(self, request: web.Request) -> web.Response:
