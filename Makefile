@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving soak kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -51,6 +51,14 @@ lint: dev
 
 bench-worker: dev
 	$(PY) -m loadtests.bench.worker $(ARGS)
+
+# What scheduling is worth: batching, stall, first, overhead. make bench-serving ARGS="stall --rounds 2"
+bench-serving: dev
+	$(PY) -m loadtests.bench.serving $(ARGS)
+
+# 2,000 requests, aborted, abandoned and preempted, on a pool of one and a half prompts
+soak: dev
+	$(PYTEST) tests/integration/worker_http/test_soak.py $(ARGS)
 
 bench: dev
 	$(PY) -m loadtests.bench.routing $(ARGS)

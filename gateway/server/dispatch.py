@@ -33,7 +33,7 @@ from worker.protocol.block_hash import ExtraKeyKind, HashScheme
 
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
-TOLD_BET_MIN_BLOCKS = 4
+TOLD_BET_MIN_BLOCKS = 32
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
@@ -196,8 +196,7 @@ class Dispatcher:
 
     def is_overbooked(self, placement: Placement) -> bool:
         """Whether another process of this gateway booked the worker's last place in the same moment."""
-        return (self._notes is not None
-                and self._ledger.load(placement.endpoint_id).num_inflight > self._max_inflight)
+        return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight

@@ -63,6 +63,7 @@ class Engine:
         self._pending: list[SequenceOutput] = []      # ended outside a step; told with the next report
         self._eos_token_ids: frozenset[int] = frozenset()
         self._failed_steps = 0
+        self._ran_until: float | None = None          # None: idle since
         self._rates = EngineRates()
         self.broken: str | None = None
 
@@ -176,6 +177,8 @@ class Engine:
 
         rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences
                 if share.samples or share.targets}
+        run_at = self._clock()
+        overhead_s = run_at - (started_at if self._ran_until is None else self._ran_until)
         execution = execute(self.runner, plan, rows)
         ended_at = self._clock()
         timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
@@ -187,10 +190,12 @@ class Engine:
             self._observe_rates(plan, timing, decode_rows)
         updates, errors = self._commit(plan, execution)
         outputs = [self._output(update, ended_at, errors.get(update.seq_id)) for update in updates]
+        self._ran_until = ended_at if self._live else None
         return StepReport(
             outputs=pending + outputs, events=self.scheduler.take_events(), preemptions=preemptions,
             evicted_blocks=plan.num_blocks_evicted, evicted_for=evicted_for, stats=self._stats(),
-            step_s=self._clock() - started_at, step_kind=_step_kind(decode_rows, len(plan.sequences)),
+            step_s=self._clock() - started_at, overhead_s=overhead_s,
+            step_kind=_step_kind(decode_rows, len(plan.sequences)),
             batch_size=len(plan.sequences))
 
     def _commit(self, plan: StepPlan, execution: Execution) -> tuple[list[SequenceUpdate], dict[int, str]]:

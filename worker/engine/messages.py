@@ -200,7 +200,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One exchange per step: outputs, the cache events in order, notes for the log, and the state after it."""
+    """One exchange per step: outputs, the cache events in order, notes for the log, and the state after it.
+
+    `overhead_s` is what passed since the last step's tokens without the model at work: commit, report, commands,
+    scheduling; after an idle moment, scheduling alone.
+    """
 
     outputs: list[SequenceOutput] = field(default_factory=list)
     events: list[CacheEvent] = field(default_factory=list)
@@ -209,6 +213,7 @@ class StepReport:
     evicted_for: str | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     step_s: float = 0.0
+    overhead_s: float = 0.0
     step_kind: str = "idle"
     batch_size: int = 0
 

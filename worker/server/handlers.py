@@ -112,6 +112,7 @@ async def _submitted(request: web.Request, shell: Shell, admission: Admission,
         generation.abandon()
         if generation.abandoned:
             shell.metrics.observe_disconnect()
+            _log.info("client_left", request_id=generation.request_id)    # the engine has been told
 
 
 def _generation(request: web.Request, shell: Shell, admission: Admission, route: Route) -> Generation:
