@@ -36,6 +36,7 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 32
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
+_NOBODY: frozenset[str] = frozenset()
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
              "match_speculative_tokens", "uncached_tokens")
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
@@ -176,8 +177,8 @@ class Dispatcher:
             session_endpoint_id=self.learning.endpoint_of(prompt.session),
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model,
-            excluded=excluded | self._full(loads) | self._breakers.blocked(endpoints),
-            context_tokens=max(map(len, prompt.prepared.prompts)) + (prompt.max_tokens or 1),
+            excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
+            context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
             expected_output_tokens=self.learning.outputs.expected(prompt.model, prompt.max_tokens),
             random_ratio=random.random(), turn=next(self._turns), now=time.monotonic(),
             shared_ratio=self._ledger.shared_ratio)
@@ -200,7 +201,8 @@ class Dispatcher:
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
         most = self._max_inflight
-        return frozenset(endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most)
+        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most]
+        return frozenset(full) if full else _NOBODY
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
              address: Callable[[Endpoint], UpstreamRequest]) -> Placement:
@@ -329,6 +331,11 @@ class Choosing:
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
         if record.cacheable_tokens:
             self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
+
+
+def _all_of(*parts: frozenset[str]) -> frozenset[str]:
+    """Their union; mostly all are empty."""
+    return _NOBODY.union(*parts) if any(parts) else _NOBODY
 
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:

@@ -100,6 +100,10 @@ class GatewayMetrics:
         """Count one stream that had not begun in time."""
         self._hedges.labels(outcome).inc()
 
+    def add(self, collector: Collector) -> None:
+        """Have another part's figures read at every scrape."""
+        self._registry.register(collector)
+
     def watch_queue(self, num_waiting: Callable[[], int]) -> None:
         """Where to read how many requests wait for a worker."""
         self._queue_depth.set_function(num_waiting)
