@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-gateway bench-relay bench-worker kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving soak kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -52,8 +52,25 @@ lint: dev
 bench-worker: dev
 	$(PY) -m loadtests.bench.worker $(ARGS)
 
+# What scheduling is worth: batching, stall, first, overhead. make bench-serving ARGS="stall --rounds 2"
+bench-serving: dev
+	$(PY) -m loadtests.bench.serving $(ARGS)
+
+# 2,000 requests, aborted, abandoned and preempted, on a pool of one and a half prompts
+soak: dev
+	$(PYTEST) tests/integration/worker_http/test_soak.py $(ARGS)
+
 bench: dev
 	$(PY) -m loadtests.bench.routing $(ARGS)
+
+# The prefix index and the tokeniser beside others. DYNAMO: an interpreter that has ai-dynamo-runtime, of an environment
+# of its own. TOKENIZERS: folders with a tokenizer.json. What is not given is left out, and said so.
+DYNAMO     ?=
+TOKENIZERS ?=
+TEXT       ?= loadtests/LOG.md
+bench-routing: bench
+	$(PY) -m loadtests.bench.index $(if $(DYNAMO),--dynamo $(DYNAMO)) $(INDEX_ARGS)
+	$(if $(TOKENIZERS),$(PY) -m loadtests.bench.tokenize $(TOKENIZERS) --text $(TEXT),@echo "tokeniser left out: no TOKENIZERS=folders")
 
 # Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev

@@ -75,6 +75,18 @@ class Bucket:
         """What is in it; negative when it owes."""
         return min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE_S)
 
+    def give_back(self, amount: float, now: float) -> None:
+        """What was taken and not used."""
+        self._level = min(self.per_minute, self.level(now) + amount)
+        self._at = now
+
+    def advance(self, share: float, now: float) -> float:
+        """Take this share of what is in it, in whole units."""
+        amount = float(max(0, int(self.level(now) * share)))
+        if amount:
+            self.take(amount, now)
+        return amount
+
     @property
     def state(self) -> BucketState:
         """See BucketState."""
@@ -128,6 +140,18 @@ class TenantMeter:
         """Take what was generated: it is done already, so the next request pays."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
+
+    def give_back(self, requests: float, tokens: float, now: float) -> None:
+        """What advance() took and nobody used."""
+        for bucket, amount in ((self._requests, requests), (self._tokens, tokens)):
+            if bucket is not None and amount:
+                bucket.give_back(amount, now)
+
+    def advance(self, share: float, now: float) -> tuple[float, float]:
+        """Requests and tokens to be used later without asking: this share of what the buckets hold."""
+        requests, tokens = (0.0 if bucket is None else bucket.advance(share, now)
+                            for bucket in (self._requests, self._tokens))
+        return requests, tokens
 
     def state(self, kept: MeterState) -> MeterState:
         """What another meter needs to go on from here; `kept` for what this one does not limit."""

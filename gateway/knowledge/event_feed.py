@@ -4,9 +4,10 @@ Owns: two ZeroMQ sockets and the worker's FeedStatus. Writes the index only thro
 Must never: apply a batch out of order, or call knowledge exact while a batch is missing.
 
 A hole is filled from the worker's replay socket, or, when that no longer reaches back far enough, by a new snapshot.
-Another epoch, a number going backwards or a lost connection end this life of the feed: knowledge is inexact at once,
-and everything starts over with a snapshot that replaces what the index believed.
-A feed that hears nothing asks for a replay from time to time, so that a message lost before a long silence is found.
+Another epoch, a number going backwards, a replay that does not come or a lost connection end this life of the feed:
+what the index believed is dropped at once, and everything starts over with a snapshot.
+A feed that hears nothing asks for a replay from time to time, beginning with the last batch that it has: so a message
+lost before a silence is found, and so is another worker at the same address, which cannot repeat that batch.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ from worker.protocol.cache_events import (
 from worker.protocol.logs import get_logger
 
 CONNECT_TIMEOUT_S = 10.0
-REPLAY_IDLE_S = 2.0
+# These two bound how long a claim may outlive its block, together with the worker's own delay.
+REPLAY_IDLE_S = 0.75
+QUIET_CHECK_S = 0.4
 MAX_REPLAY_BATCHES = 20_000
-QUIET_CHECK_S = 5.0
 BATCHES_PER_TURN = 32
 RECEIVE_HIGH_WATER_MARK = 100_000
 FIRST_RETRY_S = 0.2
@@ -68,7 +70,7 @@ class EventFeed:
     """Follows one epoch's event sockets until cancelled. `worker_url` gives the host where a socket says 0.0.0.0."""
 
     def __init__(self, worker: HeadstartWorker, sockets: EventSockets, *, scheme: HashScheme, writer: IndexWriter,
-                 status: FeedStatus) -> None:
+                 status: FeedStatus, quiet_check_s: float = QUIET_CHECK_S) -> None:
         self._worker = worker
         self._endpoint_id = worker.worker.endpoint_id
         self._topic = sockets.topic
@@ -77,7 +79,9 @@ class EventFeed:
         self._scheme = scheme
         self._writer = writer
         self._status = status
+        self._quiet_check_s = quiet_check_s
         self._sequence = FeedSequence(None, 0)
+        self._is_believed = False  # whether the index may hold anything by this feed
 
     async def run(self, context: Context) -> None:
         """Follow, and start over when broken, with growing pauses."""
@@ -89,23 +93,35 @@ class EventFeed:
             except (FeedBroken, WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
                 self._status.detail = str(why)
                 _log.info("event_feed_broken", worker=self._endpoint_id, reason=str(why))
+            except Exception as error:
+                # Our own bug; a feed that ended would leave its worker's blocks to rot in the index.
+                self._status.detail = f"the event feed failed: {error!r}"
+                _log.exception("event_feed_failed", worker=self._endpoint_id)
             finally:
                 self._status.in_sequence = False
+            await self._forget()
             if time.monotonic() - began_at > MAX_RETRY_S:
                 pause_s = FIRST_RETRY_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
+    async def _forget(self) -> None:
+        """Drop what the index believes by this feed; what we sent there ourselves is believed in its place."""
+        if self._is_believed:
+            self._is_believed = False
+            await self._writer.forget(self._endpoint_id)
+
     async def _follow(self, context: Context) -> None:
-        with _socket(context, SocketType.SUB) as live:
+        with _socket(context, SocketType.SUB) as live, _socket(context, SocketType.DEALER) as dealer:
             live.setsockopt(SocketOption.RCVHWM, RECEIVE_HIGH_WATER_MARK)
             live.setsockopt(SocketOption.SUBSCRIBE, self._topic.encode())
             monitor = live.get_monitor_socket(_WATCHED)
             try:
                 live.connect(self._live_address)
+                dealer.connect(self._replay_address)
                 await self._await_handshake(monitor)
                 await self._resync()
-                await _first_of(self._consume(live, context), _await_disconnect(monitor))
+                await _first_of(self._consume(live, dealer), _await_disconnect(monitor))
             finally:
                 live.disable_monitor()
 
@@ -121,27 +137,29 @@ class EventFeed:
     async def _resync(self) -> None:
         """Replace what the index believes by the worker's snapshot; batches from its barrier on follow."""
         self._status.in_sequence = False
+        await self._forget()
         snapshot = await self._worker.snapshot()
         header = snapshot.header
         if header.hash_scheme_digest != self._scheme.digest():
             raise FeedBroken("the snapshot is of another hash scheme: the worker was restarted with other settings")
+        self._is_believed = True
         await self._writer.restart(self._endpoint_id, self._scheme, header.epoch, snapshot.blocks)
         self._sequence = FeedSequence(header.epoch, header.barrier_seq)
         self._status.num_resyncs += 1
 
-    async def _consume(self, live: Socket, context: Context) -> None:
+    async def _consume(self, live: Socket, dealer: Socket) -> None:
         # What was published between the snapshot and the moment our subscription took effect is in the replay.
-        await self._replay(context)
+        await self._replay(dealer)
         while True:
             try:
-                async with asyncio.timeout(QUIET_CHECK_S):
+                async with asyncio.timeout(self._quiet_check_s):
                     messages = await _receive_some(live)
             except TimeoutError:
-                await self._check_quiet(context)
+                await self._check_quiet(dealer)
                 continue
-            await self._take(messages, context)
+            await self._take(messages, dealer)
 
-    async def _take(self, messages: Sequence[list[bytes]], context: Context) -> None:
+    async def _take(self, messages: Sequence[list[bytes]], dealer: Socket) -> None:
         """Apply the messages that come next, in one change; replay in front of the first that does not."""
         ready: list[NumberedBatch] = []
         turn_ends_at = time.perf_counter() + TURN_S
@@ -156,7 +174,7 @@ class EventFeed:
                 self._status.num_gaps += 1
                 await self._apply(ready)
                 ready = []
-                await self._replay(context)
+                await self._replay(dealer)
                 verdict = self._sequence.judge(seq, batch.epoch)
             if verdict is Verdict.NEXT:
                 self._sequence.applied(seq)
@@ -176,22 +194,28 @@ class EventFeed:
         self._status.num_evicted_blocks += _num_removed(batches)
         self._status.lag_s = max(0.0, time.time() - batches[-1].batch.ts)
 
-    async def _check_quiet(self, context: Context) -> None:
+    async def _check_quiet(self, dealer: Socket) -> None:
         before = self._sequence.next_seq
-        await self._replay(context)
+        await self._replay(dealer)
         if self._sequence.next_seq != before:
             self._status.num_gaps += 1  # the live socket never told us of these
 
-    async def _replay(self, context: Context) -> None:
+    async def _replay(self, dealer: Socket) -> None:
         """Apply everything from the next number on; a new snapshot when the worker no longer has it."""
         self._status.num_replays += 1
         batches: list[NumberedBatch] = []
-        async with contextlib.aclosing(self._replayed(context, self._sequence.next_seq)) as replayed:
+        sequence = self._sequence
+        is_known = sequence.last_seq is None
+        async with contextlib.aclosing(self._replayed(dealer, sequence.last_seq or 0)) as replayed:
             async for seq, payload in replayed:
                 batch = self._decode_payload(payload)
+                if sequence.is_last(seq, batch.epoch):
+                    is_known = True
+                    continue
                 verdict = self._sequence.judge(seq, batch.epoch)
                 if verdict is Verdict.GAP:
                     await self._resync()  # what we miss has left the worker's ring; later ones may still follow
+                    is_known = True
                     batches.clear()
                     verdict = self._sequence.judge(seq, batch.epoch)
                 if verdict in (Verdict.RESTART, Verdict.GAP):
@@ -199,26 +223,27 @@ class EventFeed:
                 if verdict is Verdict.NEXT:
                     self._sequence.applied(seq)
                     batches.append(NumberedBatch(seq, batch))
+        if not is_known:
+            raise FeedBroken("it cannot repeat its own last batch: the worker began another life")
         await self._apply(batches)
         self._status.in_sequence = True
         self._status.detail = ""
 
-    async def _replayed(self, context: Context, start_seq: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        with _socket(context, SocketType.DEALER) as dealer:
-            dealer.connect(self._replay_address)
-            await dealer.send_multipart(encode_replay_request(start_seq))
-            for _ in range(MAX_REPLAY_BATCHES):
-                try:
-                    async with asyncio.timeout(REPLAY_IDLE_S):
-                        frames = await dealer.recv_multipart()
-                except TimeoutError as late:
-                    raise FeedBroken(f"no replay from {self._replay_address}") from late
-                with self._reading("a replayed batch"):
-                    reply = parse_replay_reply(frames)
-                if isinstance(reply, ReplayEnd):
-                    return
-                yield reply.seq, reply.payload
-            raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
+    async def _replayed(self, dealer: Socket, start_seq: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        """To the end, always: what is left on the socket would answer the next request."""
+        await dealer.send_multipart(encode_replay_request(start_seq))
+        for _ in range(MAX_REPLAY_BATCHES):
+            try:
+                async with asyncio.timeout(REPLAY_IDLE_S):
+                    frames = await dealer.recv_multipart()
+            except TimeoutError as late:
+                raise FeedBroken(f"no replay from {self._replay_address}") from late
+            with self._reading("a replayed batch"):
+                reply = parse_replay_reply(frames)
+            if isinstance(reply, ReplayEnd):
+                return
+            yield reply.seq, reply.payload
+        raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
 
     def _decode(self, frames: list[bytes]) -> tuple[int, EventBatch]:
         with self._reading("an event message"):

@@ -25,6 +25,15 @@ class FeedSequence:
         self.epoch = epoch
         self.next_seq = next_seq
 
+    @property
+    def last_seq(self) -> int | None:
+        """The last batch that is in the index, applied or within the snapshot; None when there was none."""
+        return self.next_seq - 1 if self.next_seq else None
+
+    def is_last(self, seq: int, epoch: str | None) -> bool:
+        """Whether this batch is that one: who can repeat it is the one we follow."""
+        return seq == self.last_seq and (epoch is None or self.epoch is None or epoch == self.epoch)
+
     def judge(self, seq: int, epoch: str | None) -> Verdict:
         """`epoch` is None from engines that state none: there only a number going backwards tells of a restart."""
         if epoch is not None and self.epoch is not None and epoch != self.epoch:

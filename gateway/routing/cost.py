@@ -6,7 +6,8 @@ values.
     total_s = prefill_s + queue_s + steps_s + room_s + others_s + evict_s + price_s - session_s
 
 Until our first token:
-    prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to
+    prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to; what has to be loaded
+               from a slower tier counts a part of what computing it would
     queue_s    prompts before ours: the larger of what we sent (ledger) and what the worker reports, never their sum
     steps_s    decode steps in between: half of the one that runs, and one for each batch of prefill
     room_s     waiting for memory, when prompt and queue do not fit beside what streams hold: until enough have ended
@@ -33,7 +34,7 @@ of prefill work (true where the linear layers dominate: 2.7 ms a stream measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ DEFAULT_DECODE_STEP_S = 0.02
 EXPECTED_OUTPUT_TOKENS_MAX = 4096
 # Positions over which attention costs as much again as the linear layers.
 ATTENTION_DOUBLING_TOKENS = 16384
+# Loading a token's K/V from host memory or disk, against computing it; until workers measure it.
+SLOW_TIER_RATIO = 0.1
 # Positions of prefill that share a step with the decoding streams.
 BATCH_TOKENS = 8192
 # One stream's least share of a decode step.
@@ -62,6 +65,8 @@ LIFE_LEFT_MAX = 1.5
 EVICTED_REUSE_RATIO = 0.2
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
+# Keeps a least cost under the cost when both are rounded.
+_ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
 
 
@@ -148,6 +153,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     context = context if context > reported else reported
 
     prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
+    if match[2]:
+        prefill_s += SLOW_TIER_RATIO * match[2] * view.block_size * token_s
     queue_s = queued * token_s
     steps_s = (0.5 + (queued + uncached) / BATCH_TOKENS) * step_s if num_active else 0.0
     stream_step_s = STREAM_STEP_SHARE * step_s
@@ -172,6 +179,32 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     # As CandidateCost(...), in a sixth of the time.
     return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, others_s,
                                       evict_s, price_s, session_s, matched, uncached, queued, num_active))
+
+
+def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loads: Mapping[str, LoadView],
+                work: Work, *, rates: Rates, session: str | None = None) -> tuple[list[float], int]:
+    """For each endpoint a cost that candidate_cost() never falls below, in a third of the time: prefill without the
+    growth of attention, and the queue. And the longest match of all, in tokens."""
+    prompt = work.prompt_tokens
+    least: list[float] = []
+    most = 0
+    for view in views:
+        endpoint_id = view.endpoint_id
+        match, load = matches.get(endpoint_id), loads.get(endpoint_id)
+        held = 0 if match is None else (match[0] + match[1]) * view.block_size
+        if held >= prompt:
+            held = prompt - 1 if prompt else 0
+        if held > most:
+            most = held
+        queued = view.waiting_prefill_tokens + view.running_prefill_tokens
+        if load is not None and load[1] > queued:
+            queued = load[1]
+        tokens = prompt - held + queued
+        if endpoint_id == session:
+            tokens -= SESSION_BONUS_TOKENS
+        rate = view.prefill_tokens_per_s
+        least.append((tokens - _ROUNDING_TOKENS) / (rate if rate > 0 else rates.prefill_tokens_per_s))
+    return least, most
 
 
 def _room_s(view: EndpointView, load: LoadView, work: Work, *, step_s: float, missing_tokens: float) -> float:

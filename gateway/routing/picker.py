@@ -12,10 +12,11 @@ fleet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
-from gateway.routing.cost import CandidateCost, Work, assumed_rates, candidate_cost
+from gateway.routing.cost import CandidateCost, Rates, Work, assumed_rates, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
@@ -27,6 +28,7 @@ Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "exc
 # Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
 TIE_RATIO = 0.01
 TIE_S = 1e-6
+_NO_NEED = Rates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class PickInput:
 class RoutingDecision:
     """Where to send the request, and why. matched = confirmed + speculative tokens, at most prompt - 1.
 
-    `uncached_tokens` is what to book as prefill. `candidates` has every endpoint that was considered, in their
-    order; empty for policies that compute no cost.
+    `uncached_tokens` is what to book as prefill, `cost` what it costs there (None from policies that compute none),
+    `most_matched_tokens` the longest match of all that were considered.
     """
 
     endpoint_id: str
@@ -70,7 +72,15 @@ class RoutingDecision:
     match_confirmed_tokens: int
     match_speculative_tokens: int
     uncached_tokens: int
-    candidates: tuple[CandidateCost, ...] = ()
+    cost: CandidateCost | None = None
+    most_matched_tokens: int = 0
+    considered: tuple[PickInput, Sequence[EndpointView]] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def candidates(self) -> tuple[CandidateCost, ...]:
+        """The cost on every endpoint that was considered, in their order. Computed when asked for: to choose, few
+        of them are needed."""
+        return () if self.considered is None else tuple(candidate_costs(*self.considered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +130,72 @@ def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[Can
 
 
 def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
-    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance."""
-    views = eligible(given)
+    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance.
+
+    Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
+    """
+    views: list[EndpointView] | NoEndpoint = _usual(given)
+    if not views:
+        views = eligible(given)
     if isinstance(views, NoEndpoint):
         return views
-    costs = candidate_costs(given, views)
+    order, costs, most = _within_reach(given, views)
     index = _choose(costs, given.random_ratio)
-    return decide(given, views[index], _reason(given, views[index], costs[index], costs), tuple(costs))
+    view, chosen = views[order[index]], costs[index]
+    if chosen.session_s:
+        costs = candidate_costs(given, views)  # the bonus reaches further than a tie
+    decision = decide(given, view, _reason(given, view, chosen, costs, most=most))
+    return replace(decision, cost=chosen, most_matched_tokens=most, considered=(given, views))
 
 
-def decide(given: PickInput, view: EndpointView, reason: Reason,
-           candidates: tuple[CandidateCost, ...] = ()) -> RoutingDecision:
+def decide(given: PickInput, view: EndpointView, reason: Reason) -> RoutingDecision:
     """The decision for `view`, with its match in tokens."""
     match = given.matches.get(view.endpoint_id, NO_MATCH) if given.matches else NO_MATCH
     limit = max(0, given.prompt_tokens - 1)
     confirmed = min(match.confirmed_blocks * view.block_size, limit)
     matched = min((match.confirmed_blocks + match.speculative_blocks) * view.block_size, limit)
     return RoutingDecision(view.endpoint_id, view.epoch, reason, matched, confirmed, matched - confirmed,
-                           max(1, given.prompt_tokens - matched), candidates)
+                           max(1, given.prompt_tokens - matched), most_matched_tokens=matched)
+
+
+def _usual(given: PickInput) -> list[EndpointView]:
+    """As eligible(), in one go; empty when some filter leaves nobody, and then it says which."""
+    model, tokens, excluded = given.model, given.context_tokens, given.excluded
+    return [view for view in given.endpoints
+            if view.ready and not view.draining and (model is None or model in view.models)
+            and (view.max_context >= tokens or not view.max_context)
+            and not (excluded and view.endpoint_id in excluded)]
+
+
+def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list[int], list[CandidateCost], int]:
+    """Positions of those of `views` that may be within a tie of the cheapest, their costs, and the longest match of
+    all in tokens."""
+    work = Work(given.prompt_tokens, given.expected_output_tokens, given.now, given.shared_ratio)
+    matches, loads, session = given.matches or {}, given.loads, given.session_endpoint_id
+    unmeasured = [view for view in views if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0]
+    rates = assumed_rates(views) if unmeasured else _NO_NEED
+    least, most = least_costs(views, matches, loads, work, rates=rates, session=session)
+    priced: dict[int, CandidateCost] = {}
+    reach = inf
+    for at in (least.index(min(least)), *range(len(views))):
+        if least[at] > reach or at in priced:
+            continue
+        view = views[at]
+        cost = priced[at] = candidate_cost(
+            view, matches.get(view.endpoint_id, NO_MATCH), loads.get(view.endpoint_id, NO_LOAD), work, rates=rates,
+            in_session=view.endpoint_id == session)
+        reach = min(reach, _reach(cost.total_s))
+    order = sorted(priced)
+    return order, [priced[at] for at in order], most
+
+
+def _reach(best_s: float) -> float:
+    return best_s + TIE_RATIO * abs(best_s) + TIE_S
 
 
 def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:
     best = min(cost.total_s for cost in costs)
-    bound = best + TIE_RATIO * abs(best) + TIE_S
+    bound = _reach(best)
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
     if len(tied) > 1:
         least = min(costs[index].uncached_tokens for index in tied)
@@ -150,15 +203,15 @@ def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:
     return tied[int(random_ratio * len(tied))]
 
 
-def _reason(given: PickInput, view: EndpointView, chosen: CandidateCost, costs: Sequence[CandidateCost]) -> Reason:
+def _reason(given: PickInput, view: EndpointView, chosen: CandidateCost, costs: Sequence[CandidateCost],
+            *, most: int) -> Reason:
     if given.excluded:
         return "retry"
     if given.matches is None or view.knowledge is Knowledge.NONE:
         return "degraded"
     if chosen.session_s and any(cost.total_s <= chosen.total_s + chosen.session_s
-                                for cost in costs if cost is not chosen):
+                                for cost in costs if cost.endpoint_id != chosen.endpoint_id):
         return "session"
-    most = max(cost.matched_tokens for cost in costs)
     if not most:
         return "cold"
     return "prefix" if chosen.matched_tokens == most else "load"

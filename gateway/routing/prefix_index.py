@@ -15,13 +15,13 @@ a chain gets one second chance when its tail goes, which is an approximation of 
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from gateway.routing.bets import OpenBets, Speculation
 from gateway.routing.block_tree import ROOT, ROW_BYTES, BlockTree
-from gateway.routing.claims import STAKE_COUNT_BITS, STAKE_COUNT_MASK, Claims, Speculation
+from gateway.routing.claims import STAKE_COUNT_BITS, STAKE_COUNT_MASK, Claims
 from gateway.routing.holder_sets import SET_BYTES
 from gateway.routing.holdings import Holdings
 from gateway.routing.roster import NO_MATCH, Match, Roster
@@ -39,6 +39,7 @@ _WORST_BYTES = ROW_BYTES + LEAF_BYTES + SET_BYTES + EXTRA_BYTES + BET_BLOCK_BYTE
 
 REFERENCES_MAX = 0xFFFF
 LANES_MAX = 64
+HISTORY_BETS_MAX = 4096
 FIRST_LANE = ("gpu", 0)
 FAST_TIERS = frozenset(("gpu", "hbm", "device"))
 _LANE_BITS = 16
@@ -58,9 +59,8 @@ class PrefixIndex:
         self._sweep: Sweep | None = None
         self._lane_shift: dict[tuple[str, int], int] = {FIRST_LANE: 0}
         self._fast_lanes = REFERENCES_MAX
-        self._pending: list[Speculation] = []  # heap by expiry
+        self._bets = OpenBets()
         self._next_serial = 0
-        self._num_bet_blocks = 0
         self._num_extra = 0  # references and stakes, over all endpoints
         self._num_spent = 0  # blocks that came and sets that were made: beyond a limit, the bound is looked at
         self._spent_max = 0
@@ -135,10 +135,13 @@ class PrefixIndex:
         self._settle(0)
         return num_dropped
 
-    def speculate(self, endpoint_id: str, hashes: Sequence[int], expires_at: float) -> Speculation:
+    def speculate(self, endpoint_id: str, hashes: Sequence[int], expires_at: float, *,
+                  blocks_max: int | None = None) -> Speculation:
         """Bet that `endpoint_id` will hold the chain `hashes` (from the root on) until `expires_at`.
 
         Blocks it holds already need no bet. Marks the chain as just used, so every booking should come by here.
+        With `blocks_max` the bets are all that is known of an endpoint that can hold so many blocks: beyond that the
+        oldest bets go first, as its own least recently used blocks do. A single prompt may be larger.
         """
         tree = self._tree
         claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
@@ -156,16 +159,17 @@ class PrefixIndex:
             unconfirmed.extend(fresh)
             last = fresh[-1] if fresh else last
         speculation = Speculation(claims, unconfirmed, expires_at, self._next_serial)
-        self._num_bet_blocks += len(unconfirmed)
-        heapq.heappush(self._pending, speculation)
+        if unconfirmed:
+            self._bets.place(speculation)
+            if blocks_max is not None:
+                self._keep_history(claims, speculation, blocks_max)
         tree.touch(last)
         self._settle(len(hashes) + SPECULATION_BYTES // _WORST_BYTES + 1)
         return speculation
 
     def withdraw(self, speculation: Speculation) -> None:
         """Take back what this bet added and nobody confirmed or bets on as well. Twice is harmless."""
-        claims, blocks = speculation.take()
-        self._num_bet_blocks -= len(blocks)
+        claims, blocks = self._bets.take(speculation)
         stakes, serial = claims.stakes, speculation.serial
         for block in reversed(blocks):  # tail first: nothing below is left to visit
             stake = stakes.get(block)
@@ -183,8 +187,8 @@ class PrefixIndex:
 
     def expire(self, now: float) -> None:
         """Forget the bets that are past due."""
-        while self._pending and self._pending[0].expires_at <= now:
-            self.withdraw(heapq.heappop(self._pending))
+        for bet in self._bets.due(now):
+            self.withdraw(bet)
 
     def purge(self, endpoint_id: str) -> None:
         """Forget the endpoint altogether, at once. Its open bets become harmless."""
@@ -223,7 +227,7 @@ class PrefixIndex:
         Equal to walking the chain endpoint by endpoint, in time of the number of different depths. Bets past due at
         `now` are forgotten first; otherwise nothing changes.
         """
-        if self._pending and self._pending[0].expires_at <= now:
+        if self._bets.is_due(now):
             self.expire(now)
         return self._roster.matches(self._holdings.ends(hashes))
 
@@ -249,7 +253,7 @@ class PrefixIndex:
         """An estimate from the counts: blocks, leaves, holder sets, counts beyond the usual, bets."""
         return (self._tree.memory_bytes() + LEAF_BYTES * len(self._tree.leaves) + SET_BYTES * len(self._holdings.sets)
                 + EXTRA_BYTES * self._num_extra
-                + SPECULATION_BYTES * len(self._pending) + BET_BLOCK_BYTES * self._num_bet_blocks)
+                + SPECULATION_BYTES * len(self._bets) + BET_BLOCK_BYTES * self._bets.num_blocks)
 
     def check_invariants(self) -> None:
         """AssertionError names what is wrong. Walks everything."""
@@ -272,7 +276,7 @@ class PrefixIndex:
                 assert held[block] & claims.any_bit, "a confirmed block that is not held at all"
             assert all(stake & STAKE_COUNT_MASK for stake in claims.stakes.values()), "a bet by nobody"
         assert self._num_extra == sum(len(c.references) + len(c.stakes) for c in self._roster.by_id.values())
-        assert self._num_bet_blocks == sum(bet.num_blocks for bet in self._pending), "blocks bet on are miscounted"
+        self._bets.check_invariants()
         assert not len(tree) or self.memory_bytes() <= self.max_bytes, "over the bound"
 
     # ---- inside --------------------------------------------------------------------------------------------------
@@ -342,6 +346,13 @@ class PrefixIndex:
             self._num_extra += len(stakes) - before
             self._holdings.grant(claims, blocks, claims.any_bit)
         return unconfirmed
+
+    def _keep_history(self, claims: Claims, speculation: Speculation, blocks_max: int) -> None:
+        history = claims.history
+        history.append(speculation)
+        while len(history) > 1 and (len(claims.stakes) > blocks_max or len(history) > HISTORY_BETS_MAX
+                                    or not history[0].num_blocks):
+            self.withdraw(history.popleft())
 
     def _settle(self, num_blocks: int) -> None:
         """After every growth, by so many blocks at most: look at the bound, if they may have reached it."""

@@ -13,6 +13,7 @@ import math
 import signal
 import socket
 import sys
+from functools import partial
 
 import aiohttp
 import structlog
@@ -29,14 +30,18 @@ from gateway.relay.connection_pool import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
 from gateway.server.admin_token import AdminToken
+from gateway.server.attendance import Attendance, SharedAttendance, beat_for_ever
 from gateway.server.connections import ConnectionLimits, GuardedServer
-from gateway.server.dispatch import Dispatcher
+from gateway.server.dispatch import BetTtl, Dispatcher
+from gateway.server.doorkeeper import Door, Doorkeeper
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
 from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
 from gateway.server.openapi import OpenApiRoute
-from gateway.server.ops import OpsRoutes, Readiness
+from gateway.server.ops import OpsRoutes
+from gateway.server.prewarm import Prewarmer
+from gateway.server.probes import Probes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
 from gateway.server.together import Together
@@ -79,13 +84,20 @@ class Gateway:
         self._together = None if membership is None else Together(
             membership, table, admission=self.state.admission, metrics=self.state.metrics,
             request_drain=self._poll.request_drain)
+        self._attendance = Attendance() if membership is None else SharedAttendance(membership.segment,
+                                                                                    membership.seat.row)
+        self._doorkeeper: Doorkeeper | None = None
         self._upstream = PooledUpstream(connect_timeout_s=config.connect_timeout_s)
         self._prompt_work = PromptWork()
         self._readiness = Readiness(table, sync_timeout_s=config.sync_timeout_s)
+        self._probes = Probes(self._readiness, late_s=self._attendance.late_s, root_path=config.root_path,
+                              metrics=self.state.metrics.render if self._together is None
+                              else self._together.whole_metrics_now)
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
-                                speculative_ttl_s=config.speculative_ttl_s,
+                                bet_ttl=BetTtl(config.speculative_ttl_s, config.approximate_ttl_s),
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
                                 notes=None if membership is None else membership.notes)
+        self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
@@ -93,15 +105,17 @@ class Gateway:
         self._sites: list[web.SockSite] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
+        self._slot = 0 if membership is None else membership.seat.slot
         self.port = config.port
 
     async def start(self) -> None:
         """Open the listeners and begin to look at the workers. StartError when a port or file cannot be used."""
         listeners = self._listeners()
-        self.port = port_of(listeners[0])
+        self.port = port_of(listeners[0][self._slot])
         if self._membership is None:
             self._write_admin_token()
-        self._tasks = [asyncio.create_task(self.state.writer.run(), name="index-writer"),
+        self._tasks = [asyncio.create_task(beat_for_ever(self._attendance), name="beat"),
+                       asyncio.create_task(self.state.writer.run(), name="index-writer"),
                        asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
         self._poll.start()
@@ -142,6 +156,7 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Cut what is left and let everything go."""
+        await self._stop_accepting()
         self._admin_token.remove()
         self._generate.cut_short()
         for runner in self._runners:
@@ -163,19 +178,23 @@ class Gateway:
         main.is_closing = ops_only.is_closing = lambda: self._is_closing
         ClientRoutes(table=self.state.table, access=self.state.access, generate=self._generate,
                      prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
-        ops = OpsRoutes(self.state, self._generate, readiness=self._readiness, admin_token=self._admin_token.value,
+        ops = OpsRoutes(self.state, self._generate, probes=self._probes, admin_token=self._admin_token.value,
                         request_drain=self._poll.request_drain if together is None else together.drain,
-                        whole_metrics=None if together is None else together.whole_metrics)
+                        prewarmer=self._prewarmer, whole_metrics=None if together is None else together.whole_metrics)
         ops.add_probes(main)
         ops.add_probes(ops_only)
         ops.add_admin(main if config.ops_port is None else ops_only)
-        if config.ops_port is not None:
-            ops.add_metrics(ops_only)
-        elif _is_loopback(config.host):
-            ops.add_metrics(main)
+        for routes, shows_metrics in zip((main, ops_only), self._show_metrics(), strict=True):
+            if shows_metrics:
+                ops.add_metrics(routes)
         for routes in (main, ops_only):
             OpenApiRoute(has_tenants=self.state.access.has_tenants, root_path=config.root_path).add_to(routes)
         return main, ops_only
+
+    def _show_metrics(self) -> tuple[bool, bool]:
+        """Whether the main listener shows them, and the operators' one."""
+        has_ops = self.config.ops_port is not None
+        return not has_ops and _is_loopback(self.config.host), has_ops
 
     def _write_admin_token(self) -> None:
         try:
@@ -187,19 +206,18 @@ class Gateway:
         if path is not None:
             _log.info("admin_token_written", file=str(path))
 
-    def _listeners(self) -> list[list[socket.socket]]:
-        """The sockets of the main listener and, where there is one, of the operators'."""
+    def _listeners(self) -> list[list[list[socket.socket]]]:
+        """The sockets of the main listener and, where there is one, of the operators' one; by slot."""
         membership = self._membership
         if membership is not None:
-            slot = membership.seat.slot
-            return [group[slot] for group in (membership.listeners, membership.ops_listeners) if group]
+            return [group for group in (membership.listeners, membership.ops_listeners) if group]
         try:
-            return [open_listeners(self.config.host, port)[0] for port in (self.config.port, self.config.ops_port)
+            return [open_listeners(self.config.host, port) for port in (self.config.port, self.config.ops_port)
                     if port is not None]
         except ListenError as error:
             raise StartError(str(error), EXIT_USAGE) from error
 
-    async def _accept_when_ready(self, listeners: list[list[socket.socket]]) -> None:
+    async def _accept_when_ready(self, listeners: list[list[list[socket.socket]]]) -> None:
         """Clients have other processes meanwhile; these wait no longer than a first start would make them wait."""
         for _ in range(math.ceil(self.config.sync_timeout_s / IDLE_POLL_S)):
             if self._readiness.problem() is None:
@@ -207,13 +225,19 @@ class Gateway:
             await asyncio.sleep(IDLE_POLL_S)
         await self._accept(listeners)
 
-    async def _accept(self, listeners: list[list[socket.socket]]) -> None:
-        for routes, sockets in zip(self._routes(), listeners, strict=False):
-            await self._listen(routes, sockets)
+    async def _accept(self, listeners: list[list[list[socket.socket]]]) -> None:
+        doors = []
+        for routes, by_slot, with_metrics in zip(self._routes(), listeners, self._show_metrics(), strict=False):
+            server = await self._listen(routes, by_slot[self._slot])
+            probes = partial(self._probes.answer, with_metrics=with_metrics)
+            doors += [Door(slot, each, server, probes) for slot, sockets in enumerate(by_slot) for each in sockets]
+        self._attendance.beat()
         if self._membership is not None:
             self._membership.now(RowState.SERVING)
+        self._doorkeeper = Doorkeeper(doors, self._attendance)
+        self._doorkeeper.start()
 
-    async def _listen(self, routes: Routes, sockets: list[socket.socket]) -> None:
+    async def _listen(self, routes: Routes, sockets: list[socket.socket]) -> GuardedServer:
         limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
                                   self.config.chunk_gap_timeout_s)
         server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
@@ -224,8 +248,12 @@ class Gateway:
             site = web.SockSite(runner, each, backlog=BACKLOG)
             await site.start()
             self._sites.append(site)
+        return server
 
     async def _stop_accepting(self) -> None:
+        if self._doorkeeper is not None:
+            keeper, self._doorkeeper = self._doorkeeper, None
+            await asyncio.to_thread(keeper.stop)
         while self._sites:
             await self._sites.pop().stop()
         if self._together is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gateway.server.foreign import MESSAGES, RESPONSES, Way
 from gateway.server.prompt_work import PromptRequest
 from worker.prompt.foreign_api import ForeignApi
-from worker.prompt.requests import parse_chat, parse_completion
+from worker.prompt.requests import parse_chat, parse_completion, parse_embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +38,5 @@ class GenerateRoute:
 
 CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
 COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
+EMBEDDINGS = GenerateRoute("/v1/embeddings", parse_embedding, "input")
 FOREIGN = {api.path: GenerateRoute(api.path, parse_chat, "messages", api) for api in (MESSAGES, RESPONSES)}

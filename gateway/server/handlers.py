@@ -47,6 +47,7 @@ class ClientRoutes:
         routes.add_prefix("GET", MODELS_PREFIX, self._get_model)
         routes.add("POST", "/tokenize", self._tokenize)
         routes.add("POST", "/detokenize", self._detokenize)
+        routes.add("POST", "/v1/embeddings", lambda request: self._generate.embeddings(request, routes))
         for api in (MESSAGES, RESPONSES):
             routes.add("POST", api.path, partial(self._generate.foreign, routes=routes, api=api))
         routes.add("POST", COUNT_TOKENS.path, self._count_tokens)

@@ -74,6 +74,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         "How many tokens such a body would use.", "InputTokens", ("CountBody",), (*_BODY, 401, 403, 404, 429, 503),
         _TENANT),
+    ("POST", "/v1/embeddings"): Operation(
+        "Embeddings by the mean of the last hidden states.", "EmbeddingList", ("EmbeddingBody",),
+        (*_BODY, *_GENERATE), _TENANT, streams=True, parameters=(_DEADLINE,)),
     ("POST", "/v1/responses"): Operation(
         "OpenAI's responses, statelessly, whole or as a stream.", "OpenAIResponse", ("ResponsesBody",),
         (*_BODY, *_GENERATE), _TENANT, streams=True, parameters=(_DEADLINE,)),

@@ -19,6 +19,7 @@ from worker.prompt.request_schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
 )
 from worker.prompt.responses_body import ResponsesBody
@@ -55,7 +56,8 @@ def components() -> Json:
 
 def _requests() -> Json:
     _, found = msgspec.json.schema_components((
-        ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody),
+        ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody,
+        EmbeddingBody),
         ref_template=_REF)
     for name in ("ChatBody", "CompletionBody", "TokenizeBody"):
         fields = found[name]["properties"]
@@ -69,6 +71,7 @@ def _requests() -> Json:
             _lists_in(fields["stop"]).update(maxItems=MAX_STOPS, items={**_TEXT, "minLength": 1,
                                                                        "maxLength": MAX_STOP_CHARS})
     found["CompletionBody"]["properties"]["prompt"] = _PROMPT
+    found["EmbeddingBody"]["properties"]["input"] = _PROMPT
     found["TokenizeBody"]["oneOf"] = [{"required": [name], "properties": {name: {"type": kind}}}
                                       for name, kind in (("prompt", "string"), ("messages", "array"))]
     return {**found, "Message": _MESSAGE, "Tool": _TOOL}
@@ -110,6 +113,8 @@ _ANSWERS: Json = {
     "AnthropicMessage": _object({"id": _TEXT, "type": {"const": "message"}, "role": {"const": "assistant"},
                                  "content": _list_of({"type": "object"}), "usage": {"type": "object"}},
                                 model=_TEXT, stop_reason=_nullable(_TEXT), stop_sequence=_nullable(_TEXT)),
+    "EmbeddingList": _object({"object": {"const": "list"}, "data": _list_of({"type": "object"})}, model=_TEXT,
+                             usage={"type": "object"}),
     "InputTokens": _object({"input_tokens": _COUNT}),
     "OpenAIResponse": _object({"id": _TEXT, "object": {"const": "response"}, "status": _TEXT,
                                "output": _list_of({"type": "object"})}, usage=_nullable({"type": "object"})),

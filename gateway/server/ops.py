@@ -6,7 +6,6 @@ Owns: who may see what. Must never: show prompt text, a token or a seed.
 from __future__ import annotations
 
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
@@ -16,52 +15,27 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
-from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
+from gateway.knowledge.endpoint_table import Endpoint
 from gateway.server.generate import Generate
 from gateway.server.generate_route import CHAT, COMPLETIONS
 from gateway.server.http import Routes, json_response, read_body
+from gateway.server.prewarm import Prewarmer
+from gateway.server.probes import LIVEZ, METRICS, METRICS_TYPE, READYZ, ProbeAnswer, Probes
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.protocol.api_error import ApiError
 
 WORKERS_PREFIX = "/admin/workers/"
 DRAIN_SUFFIX = "/drain"
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Readiness:
-    """Whether this gateway should get traffic: some worker ready, start-up sync over, not shutting down."""
-
-    def __init__(self, table: EndpointTable, *, sync_timeout_s: float) -> None:
-        self._table = table
-        self._sync_until = time.monotonic() + sync_timeout_s
-        self._was_synced = False
-        self.closing = False
-
-    def problem(self) -> str | None:
-        """Why not; None when ready."""
-        if self.closing:
-            return "shutting down"
-        if not any(endpoint.state in (EndpointState.READY, EndpointState.INCOMPATIBLE) for endpoint in self._table):
-            return "no worker is ready"
-        return None if self._is_synced() else "waiting for the workers' cache contents"
-
-    def _is_synced(self) -> bool:
-        """Start-up sync ends once: a feed that breaks later makes routing blinder, not the gateway unready."""
-        self._was_synced = self._was_synced or time.monotonic() >= self._sync_until or all(
-            endpoint.feed.in_sequence for endpoint in self._table
-            if endpoint.state is EndpointState.READY and endpoint.scheme is not None
-            and endpoint.report is not None and endpoint.report.events is not None)
-        return self._was_synced
 
 
 class OpsRoutes:
     """Adds its routes to a table. `request_drain` hands an operator's wish to the keeper of the endpoint table;
     `whole_metrics` gives those of all processes, where there are several."""
 
-    def __init__(self, state: GatewayState, generate: Generate, *, readiness: Readiness, admin_token: str,
+    def __init__(self, state: GatewayState, generate: Generate, *, probes: Probes, admin_token: str,
                  request_drain: Callable[[str], Awaitable[None]],
-                 whole_metrics: Callable[[], Awaitable[bytes]] | None = None) -> None:
+                 prewarmer: Prewarmer, whole_metrics: Callable[[], Awaitable[bytes]] | None = None) -> None:
         self._table = state.table
         self._index = state.index
         self._ledger = state.ledger
@@ -69,20 +43,21 @@ class OpsRoutes:
         self._metrics = state.metrics
         self._access = state.access
         self._max_body_bytes = state.config.max_body_bytes
-        self._readiness = readiness
+        self._probes = probes
         self._generate = generate
         self._admin_token = admin_token.encode()
         self._request_drain = request_drain
+        self._prewarmer = prewarmer
         self._whole_metrics = whole_metrics
 
     def add_probes(self, routes: Routes) -> None:
         """/livez and /readyz: on every listener."""
-        routes.add("GET", "/livez", self._livez)
-        routes.add("GET", "/readyz", self._readyz)
+        routes.add("GET", LIVEZ, self._livez)
+        routes.add("GET", READYZ, self._readyz)
 
     def add_metrics(self, routes: Routes) -> None:
         """/metrics tells of models and workers to whoever can reach the listener."""
-        routes.add("GET", "/metrics", self._render_metrics)
+        routes.add("GET", METRICS, self._render_metrics)
 
     def add_admin(self, routes: Routes) -> None:
         """The routes that want the admin token."""
@@ -90,17 +65,18 @@ class OpsRoutes:
         routes.add("GET", "/admin/workers", self._workers)
         routes.add_prefix("POST", WORKERS_PREFIX, self._drain)
         routes.add("POST", "/admin/explain", self._explain)
+        routes.add("GET", "/admin/cache", self._cache)
+        routes.add("POST", "/admin/prewarm", self._prewarm)
 
     async def _livez(self, request: BaseRequest) -> web.Response:
-        return json_response({"status": "ok"})
+        return _response(self._probes.livez())
 
     async def _readyz(self, request: BaseRequest) -> web.Response:
-        problem = self._readiness.problem()
-        return json_response({"status": problem or "ok"}, status=503 if problem else 200)
+        return _response(self._probes.readyz())
 
     async def _render_metrics(self, request: BaseRequest) -> web.Response:
         body = self._metrics.render() if self._whole_metrics is None else await self._whole_metrics()
-        return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
+        return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
     async def _workers(self, request: BaseRequest) -> web.Response:
         self._authorise(request)
@@ -116,6 +92,14 @@ class OpsRoutes:
             raise ApiError(404, "worker_not_found", f"There is no worker {worker_id[:200]!r}; see /admin/workers.")
         await self._request_drain(worker_id)
         return json_response({"id": worker_id, "state": "draining"}, status=202)
+
+    async def _cache(self, request: BaseRequest) -> web.Response:
+        self._authorise(request)
+        return json_response({"prefixes": self._prewarmer.cache()})
+
+    async def _prewarm(self, request: BaseRequest) -> web.Response:
+        self._authorise(request)
+        return json_response(await self._prewarmer.prewarm(await read_body(request, self._max_body_bytes)))
 
     async def _explain(self, request: BaseRequest) -> web.Response:
         """A request's body in, the decision out, for the tenant of `?tenant=ID`; nothing is booked or sent."""
@@ -155,6 +139,10 @@ class OpsRoutes:
                        "orphans": self._writer.counts(worker_id).num_orphans,
                        "detail": endpoint.feed.detail},
         }
+
+
+def _response(answer: ProbeAnswer) -> web.Response:
+    return web.Response(body=answer.body, status=answer.status, headers={"Content-Type": answer.content_type})
 
 
 def _has_messages(body: bytes) -> bool:

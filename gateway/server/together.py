@@ -78,6 +78,13 @@ class Together:
             _log.warning("metrics_of_one_process", reason=str(error) or "the supervisor did not answer in time")
             return self._metrics.render()
 
+    def whole_metrics_now(self) -> bytes:
+        """The same for a thread that may wait."""
+        try:
+            return self._line.whole_metrics().result(WHOLE_METRICS_TIMEOUT_S)
+        except (TimeoutError, OSError):
+            return self._metrics.render()
+
     async def _take_in_drains(self) -> None:
         drains = self._membership.drains
         count = drains.count

@@ -30,7 +30,7 @@ class DrainBoard:
     def add(self, endpoint_id: str, epoch: str) -> int:
         """Drain this life of the worker; the count by which everybody will have seen it."""
         words, at = self._segment.words, self._segment.layout.drains_at
-        with self._segment.locked():
+        with self._segment.locked:
             words[at + words[_COUNT_AT] % DRAINS_MAX] = _key(endpoint_id, epoch)
             words[_COUNT_AT] += 1
             return words[_COUNT_AT]

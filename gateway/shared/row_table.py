@@ -31,7 +31,7 @@ class RowTable:
         if name in self._columns:
             return self._columns[name]
         key = key_of(name)
-        with self._segment.locked():
+        with self._segment.locked:
             column = self._find_or_add(key)
         if column is None:
             _log.warning("shared_columns_exhausted", name=name, columns_max=self._layout.columns_max,

@@ -17,8 +17,6 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -167,19 +165,19 @@ class Segment:
 
     # ---- lock ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone among the processes, or, after LOCK_WAIT_MAX_S, as if. Never await inside."""
-        held = self._try_lock()
-        if not held:
+    @property
+    def locked(self) -> Segment:
+        """`with segment.locked:` alone among the processes, or, after LOCK_WAIT_MAX_S, as if. Never await inside."""
+        return self
+
+    def __enter__(self) -> None:
+        if not self._try_lock():
             until = time.monotonic() + LOCK_WAIT_MAX_S
-            while not (held := self._try_lock()) and time.monotonic() < until:
+            while not self._try_lock() and time.monotonic() < until:
                 time.sleep(0)
-        try:
-            yield
-        finally:
-            if held:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)  # harmless when the wait was over before the lock was ours
 
     def _try_lock(self) -> bool:
         try:

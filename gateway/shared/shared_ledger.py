@@ -8,6 +8,11 @@ cut off from its cell.
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from operator import add
+
 import numpy as np
 
 from gateway.routing.load_ledger import NO_LOAD, Account, LoadLedger, LoadView
@@ -16,8 +21,12 @@ from gateway.shared.segment import ENDPOINT_FIELDS, key_of
 
 EPOCH, FIGURES = 0, 1
 NUM_FIGURES = len(LoadView._fields)
-# Below this many words a loop over lists is faster than numpy.
-NUMPY_FROM_WORDS = 512
+# Below this many cells a loop over lists is faster than numpy.
+NUMPY_FROM_CELLS = 32
+# What others had so long ago is as good as now for choosing: workers' own reports are far older.
+OTHERS_FRESH_S = 0.005
+# Others do not book so many requests at one worker within that time.
+INFLIGHT_MARGIN = 64
 _KINDS = tuple(type(value) for value in NO_LOAD)
 
 assert FIGURES + NUM_FIGURES <= ENDPOINT_FIELDS, "a LoadView has more figures than a cell"
@@ -53,58 +62,84 @@ class SharedAccount(Account):
 
 
 class SharedLedger(LoadLedger):
-    """A LoadLedger whose loads are those of all processes."""
+    """A LoadLedger whose loads are those of all processes.
+
+    loads(), which every decision asks for, takes what others have from a look at most OTHERS_FRESH_S old; load()
+    looks now.
+    """
 
     def __init__(self, table: RowTable) -> None:
         super().__init__()
         self._table = table
+        self._others: dict[str, LoadView] = {}
+        self._looked_at = -math.inf
 
     def load(self, endpoint_id: str) -> LoadView:
         """See LoadLedger."""
         account = self._accounts.get(endpoint_id)
-        if account is None:
-            return NO_LOAD
-        return self._sum(account) if isinstance(account, SharedAccount) else account.view()
+        if not isinstance(account, SharedAccount):
+            return super().load(endpoint_id)
+        others = self._look((endpoint_id,))
+        return _plus(account.view(), others[endpoint_id]) if others else account.view()
 
     def loads(self) -> dict[str, LoadView]:
         """See LoadLedger."""
-        if len(self._accounts) * ENDPOINT_FIELDS * self._table.num_rows >= NUMPY_FROM_WORDS:
-            return self._many()
-        return {endpoint_id: self._sum(account) if isinstance(account, SharedAccount) else account.view()
-                for endpoint_id, account in self._accounts.items()}
+        now = time.monotonic()
+        if now - self._looked_at > OTHERS_FRESH_S:
+            self._others, self._looked_at = self._look(self._accounts), now
+        loads = super().loads()
+        for endpoint_id, others in self._others.items():
+            if (own := loads.get(endpoint_id)) is not None:
+                loads[endpoint_id] = _plus(own, others)
+        return loads
+
+    def is_over(self, endpoint_id: str, limit: int) -> bool:
+        """Whether more than `limit` requests are under way there now."""
+        account, others = self._accounts.get(endpoint_id), self._others.get(endpoint_id, NO_LOAD)
+        if account is None or account.num_inflight + others.num_inflight + INFLIGHT_MARGIN <= limit:
+            return False
+        return self.load(endpoint_id).num_inflight > limit
 
     def _open(self, endpoint_id: str, epoch: str) -> Account:
+        self._others.pop(endpoint_id, None)
         column = self._table.column(endpoint_id)
         return super()._open(endpoint_id, epoch) if column is None else SharedAccount(epoch, self._table, column)
 
-    def _sum(self, account: SharedAccount) -> LoadView:
-        """Its own figures, and those of other rows that have any."""
-        own, table, rows = account.view(), self._table, self._table.num_rows
-        at = table.at(account.column, EPOCH)
-        epochs = table.words[at:at + rows].tolist()
-        epoch = epochs[table.row]
-        others = [row for row in range(rows) if epochs[row] == epoch and row != table.row]
-        if not others:
-            return own
-        reals, sums = table.reals, [float(figure) for figure in own]
-        for row in others:
-            cell = at + rows + row
-            for figure in range(NUM_FIGURES):
-                sums[figure] += reals[cell]
-                cell += rows
-        return _view(sums)
+    def _look(self, endpoint_ids: Iterable[str]) -> dict[str, LoadView]:
+        """What other rows have at these endpoints in the life that this one knows; only where there is anything."""
+        columns = {endpoint_id: account.column for endpoint_id in endpoint_ids
+                   if isinstance(account := self._accounts.get(endpoint_id), SharedAccount)}
+        if len(columns) * self._table.num_rows >= NUMPY_FROM_CELLS:
+            return self._look_at_many(columns)
+        table, rows = self._table, self._table.num_rows
+        found: dict[str, LoadView] = {}
+        for endpoint_id, column in columns.items():
+            at = table.at(column, EPOCH)
+            epochs = table.words[at:at + rows].tolist()
+            epoch, epochs[table.row] = epochs[table.row], 0
+            if epoch not in epochs:
+                continue
+            cells = table.reals[at:at + (FIGURES + NUM_FIGURES) * rows].tolist()
+            others = [row for row in range(rows) if epochs[row] == epoch]
+            sums = [sum([cells[at + row] for row in others]) for at in range(FIGURES * rows, len(cells), rows)]
+            if any(sums):
+                found[endpoint_id] = _view(sums)
+        return found
 
-    def _many(self) -> dict[str, LoadView]:
-        shared = {endpoint_id: account for endpoint_id, account in self._accounts.items()
-                  if isinstance(account, SharedAccount)}
-        cells = self._table.cells(1 + max((account.column for account in shared.values()), default=0))
+    def _look_at_many(self, columns: Mapping[str, int]) -> dict[str, LoadView]:
+        cells = self._table.cells(1 + max(columns.values(), default=0))
         epochs, figures = cells[:, EPOCH, :], cells[:, FIGURES:FIGURES + NUM_FIGURES, :].view(np.float64)
-        same_life = epochs == epochs[:, self._table.row][:, np.newaxis]
-        sums = np.where(same_life[:, np.newaxis, :], figures, 0.0).sum(axis=2).tolist()
-        found = {endpoint_id: _view(sums[account.column]) for endpoint_id, account in shared.items()}
-        return found | {endpoint_id: account.view() for endpoint_id, account in self._accounts.items()
-                        if endpoint_id not in found}
+        counts = epochs == epochs[:, self._table.row][:, np.newaxis]
+        counts[:, self._table.row] = False
+        sums = np.where(counts[:, np.newaxis, :], figures, 0.0).sum(axis=2)
+        busy = np.flatnonzero(sums.any(axis=1)).tolist()
+        by_column = dict(zip(busy, map(_view, sums[busy].tolist()), strict=True))
+        return {endpoint_id: by_column[column] for endpoint_id, column in columns.items() if column in by_column}
 
 
-def _view(figures: list[float]) -> LoadView:
+def _view(figures: Sequence[float]) -> LoadView:
     return LoadView._make([kind(figure) for kind, figure in zip(_KINDS, figures, strict=True)])
+
+
+def _plus(own: LoadView, others: LoadView) -> LoadView:
+    return LoadView._make(map(add, own, others))

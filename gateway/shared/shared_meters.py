@@ -1,12 +1,14 @@
 """Tenants' limits over all processes of a gateway: admission.limits on values that lie in shared memory.
 
 Owns: the buckets' words (written under the segment's lock) and this process's count of requests inside (its own row).
-A tenant without limits is counted without the lock. New limits apply to what the buckets hold already: what is above
+New limits apply to what the buckets hold already: what is above
 a new maximum is lost, and a higher one fills in its own time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from gateway.admission.limits import METERS_MAX, BucketState, Meters, MeterState, OverLimit, TenantMeter
@@ -15,6 +17,7 @@ from gateway.shared.row_table import RowTable
 from gateway.shared.segment import BUCKET_WORDS, Segment
 
 INSIDE = 0
+ADVANCE_SHARE = 512
 
 
 class Meter(Protocol):
@@ -27,7 +30,12 @@ class Meter(Protocol):
 
 
 class SharedMeter:
-    """One tenant's meter. Instants are time.monotonic(), which all processes of a machine share."""
+    """One tenant's meter. Instants are time.monotonic(), which all processes of a machine share.
+
+    Requests inside are counted before they are checked, so that no lock is needed below the limit. What a process
+    takes from a large bucket it takes in small advances (1 / ADVANCE_SHARE of what is there): then most requests need
+    no lock either, and what is advanced to one process and refused to another is at most that share of each process.
+    """
 
     def __init__(self, limits: TenantLimits, segment: Segment, table: RowTable, column: int) -> None:
         self._segment = segment
@@ -35,8 +43,10 @@ class SharedMeter:
         self._column = column
         self._at = segment.layout.buckets_at + column * BUCKET_WORDS
         self._meter = TenantMeter(limits, 0.0)
-        self._has_buckets = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
-        self._is_limited = self._has_buckets or limits.max_concurrent is not None
+        self._max_concurrent = limits.max_concurrent
+        self._has_requests = limits.requests_per_minute is not None
+        self._has_tokens = limits.tokens_per_minute is not None
+        self._requests_ahead = self._tokens_ahead = 0.0
 
     @property
     def num_inside(self) -> int:
@@ -45,14 +55,17 @@ class SharedMeter:
 
     def enter(self, now: float) -> OverLimit | None:
         """See TenantMeter."""
-        if not self._is_limited:
-            self._table.add(self._column, INSIDE, 1)
+        table, column = self._table, self._column
+        table.add(column, INSIDE, 1)
+        has_room = self._max_concurrent is None or table.total(column, INSIDE) <= self._max_concurrent
+        if has_room and self._is_advanced():
+            if self._has_requests:
+                self._requests_ahead -= 1.0
             return None
-        with self._segment.locked():
-            before = self._load()
-            if (over := self._meter.enter(now)) is None:
-                self._store(before)
-                self._table.add(self._column, INSIDE, 1)
+        table.add(column, INSIDE, -1)
+        with self._alone(now) as meter:
+            if (over := meter.enter(now)) is None:
+                table.add(column, INSIDE, 1)
         return over
 
     def leave(self) -> None:
@@ -62,33 +75,41 @@ class SharedMeter:
 
     def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None:
         """See TenantMeter."""
-        if not self._has_buckets:
+        if not self._has_tokens:
             return None
-        with self._segment.locked():
-            before = self._load()
-            if (over := self._meter.take_prompt(num_tokens, now)) is None:
-                self._store(before)
-        return over
+        if self._tokens_ahead >= num_tokens:
+            self._tokens_ahead -= num_tokens
+            return None
+        with self._alone(now) as meter:
+            return meter.take_prompt(num_tokens, now)
 
     def take_output(self, num_tokens: int, now: float) -> None:
         """See TenantMeter."""
-        if self._has_buckets:
-            with self._segment.locked():
-                before = self._load()
-                self._meter.take_output(num_tokens, now)
-                self._store(before)
+        if not self._has_tokens:
+            return
+        if self._tokens_ahead >= num_tokens:
+            self._tokens_ahead -= num_tokens
+            return
+        with self._alone(now) as meter:
+            meter.take_output(num_tokens, now)
 
-    def _load(self) -> MeterState:
-        at, reals = self._at, self._segment.reals
-        state = MeterState(BucketState(reals[at], reals[at + 1]), BucketState(reals[at + 2], reals[at + 3]),
-                           self.num_inside)
-        self._meter.restore(state)
-        return state
+    def _is_advanced(self) -> bool:
+        return (not self._has_requests or self._requests_ahead >= 1.0) and (
+            not self._has_tokens or self._tokens_ahead > 0.0)
 
-    def _store(self, before: MeterState) -> None:
-        requests, tokens, _ = self._meter.state(before)
-        at, reals = self._at, self._segment.reals
-        reals[at], reals[at + 1], reals[at + 2], reals[at + 3] = *requests, *tokens
+    @contextmanager
+    def _alone(self, now: float) -> Iterator[TenantMeter]:
+        """The meter as it is for all; afterwards it is written back, less this process's next advances."""
+        at, reals, meter = self._at, self._segment.reals, self._meter
+        with self._segment.locked:
+            before = MeterState(BucketState(reals[at], reals[at + 1]), BucketState(reals[at + 2], reals[at + 3]),
+                                self.num_inside)
+            meter.restore(before)
+            meter.give_back(self._requests_ahead, self._tokens_ahead, now)
+            yield meter
+            self._requests_ahead, self._tokens_ahead = meter.advance(1 / ADVANCE_SHARE, now)
+            requests, tokens, _ = meter.state(before)
+            reals[at], reals[at + 1], reals[at + 2], reals[at + 3] = *requests, *tokens
 
 
 class SharedMeters:

@@ -8,7 +8,7 @@ own and none can see who is first in the others.
 
 from __future__ import annotations
 
-from gateway.admission.places import Places, WaitingElsewhere
+from gateway.admission.places import NOBODY_ELSEWHERE, Places, WaitingElsewhere
 from gateway.shared.row_table import RowTable
 
 HOLDING, WAITING, WAITING_BYTES = range(3)
@@ -45,8 +45,10 @@ class SharedPlaces(Places):
 
     def elsewhere(self) -> WaitingElsewhere:
         """See Places."""
-        return WaitingElsewhere(sum(self._table.elsewhere(self._column, WAITING)),
-                                sum(self._table.elsewhere(self._column, WAITING_BYTES)))
+        waiting = sum(self._table.elsewhere(self._column, WAITING))
+        if not waiting:
+            return NOBODY_ELSEWHERE
+        return WaitingElsewhere(waiting, sum(self._table.elsewhere(self._column, WAITING_BYTES)))
 
     def next_turn(self, random_ratio: float) -> int | None:
         """See Places."""

@@ -128,13 +128,21 @@ class Bench:
 
     # ---- one starter each; the version is what they return -------------------------------------------------------
 
-    def _headstart(self, name: str, port: int) -> str:
+    def start_processes(self, number: int) -> Target:
+        """Ours with so many processes; RuntimeError when they do not come up."""
+        port, name = free_port(), f"{number} process{'es' if number > 1 else ''}"
+        version = self._headstart(name, port, f"--processes={number}")
+        for _ in range(4 * number):  # each look meets some process
+            self._until(f"http://127.0.0.1:{port}/admin/workers", b'"knowledge":"exact"', times=len(self._ports))
+        return Target(name, version, self._last_pid, port, self.key)
+
+    def _headstart(self, name: str, port: int, *arguments: str) -> str:
         keys = self.folder / f"keys-{port}.toml"
         keys.write_text(f'[[tenants]]\nid = "bench"\nkeys = ["{hash_key(self.key)}"]\n{_LIMITS}')
         workers = [part for worker in self._workers for part in ("--worker", worker)]
         cap = ["--index-max-bytes", str(64 << 20)] if name == CAPPED else []
         self._start(name, [sys.executable, "-m", "gateway.cli", "gateway", "--port", str(port), "--keys-file",
-                           str(keys), *workers, *cap])
+                           str(keys), *workers, *cap, *arguments])
         return _commit()
 
     def _nginx(self, name: str, port: int) -> str:

@@ -30,6 +30,7 @@ from worker.protocol.cache_events import (
     SnapshotHeader,
     encode_batch,
     encode_replay_end,
+    encode_replay_reply,
     encode_snapshot_header,
 )
 
@@ -94,6 +95,7 @@ class SideChannel:
         self._announced: dict[int, None] = {}
         self._seen: list[tuple[bytes, bytes]] = []
         self._seq = 0
+        self._last: bytes | None = None
 
     def saw(self, head: bytes, body: bytes) -> None:
         """A request came; its blocks are announced later. Without token ids there is nothing to announce."""
@@ -112,8 +114,9 @@ class SideChannel:
                 del self._announced[next(iter(self._announced))]
             if events:
                 payload = encode_batch(events, ts=time.time(), dp_rank=None, epoch=self._epoch)
-                await self._publisher.send_multipart([b"", self._seq.to_bytes(8, "big"), payload])
+                seq, self._last = self._seq, payload
                 self._seq += 1
+                await self._publisher.send_multipart([b"", seq.to_bytes(8, "big"), payload])
 
     def _event(self, head: bytes, body: bytes) -> BlockStored | None:
         tokens = unpack_tokens(body[int(_header(head, b"x-headstart-json-bytes") or b"0"):])
@@ -129,9 +132,11 @@ class SideChannel:
                            tuple(tokens[first * BLOCK_SIZE:len(hashes) * BLOCK_SIZE]), BLOCK_SIZE, own_keys)
 
     async def serve_replays(self) -> None:
-        """What was sent is not kept, so every replay is empty."""
+        """Only the last batch is kept: a gateway wants to hear it again now and then, to know whom it follows."""
         while True:
             identity, *_ = await self._router.recv_multipart()
+            if self._last is not None:
+                await self._router.send_multipart([identity, *encode_replay_reply(b"", self._seq - 1, self._last)])
             await self._router.send_multipart([identity, *encode_replay_end()])
 
     def answer(self, path: bytes, body: bytes) -> bytes:

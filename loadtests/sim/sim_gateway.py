@@ -162,7 +162,7 @@ class SimGateway:
                                 self._outputs.expected(""), now))
         bet = None
         if self.policy.uses_index:
-            cost = next((cost for cost in decision.candidates if cost.endpoint_id == worker_id), None)
+            cost = decision.cost
             prefill_s = cost.first_token_s if cost is not None else 0.0
             bet = self._index.speculate(worker_id, request.hashes, now + prefill_s + self.policy.speculative_ttl_s)
         self._placed[request.index] = Placed(worker_id, booking, bet)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost
+from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.picker import TIE_RATIO, TIE_S, NoEndpoint, PickInput, RoutingDecision, pick
@@ -75,6 +75,34 @@ def test_the_choice_is_within_a_tie_of_the_cheapest_and_explains_itself(given_: 
     for cost in decision.candidates:
         assert cost.total_s == pytest.approx(sum(terms(cost)))
         assert all(term >= 0 for term in terms(cost)[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(given_=inputs)
+def test_the_choice_is_as_if_every_endpoint_had_been_priced(given_: PickInput) -> None:
+    decision = pick(given_)
+    assume(isinstance(decision, RoutingDecision))
+    assert isinstance(decision, RoutingDecision)
+    costs = decision.candidates
+    best = min(cost.total_s for cost in costs)
+    tied = [cost for cost in costs if cost.total_s <= best + TIE_RATIO * abs(best) + TIE_S]
+    least = min(cost.uncached_tokens for cost in tied)
+    tied = [cost for cost in tied if cost.uncached_tokens == least]
+    assert decision.cost == tied[int(given_.random_ratio * len(tied))]
+    assert decision.most_matched_tokens == max(cost.matched_tokens for cost in costs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(view=views, match=matches, load=loads, in_session=st.booleans(),
+       work=st.builds(Work, st.integers(0, 20_000), st.integers(0, 4096), st.just(0.0), ratios))
+def test_no_cost_is_below_the_least(view: EndpointView, match: Match, load: LoadView, in_session: bool,
+                                    work: Work) -> None:
+    name = view.endpoint_id
+    [least], most = least_costs([view], {name: match}, {name: load}, work, rates=Rates(),
+                                session=name if in_session else None)
+    cost = candidate_cost(view, match, load, work, rates=Rates(), in_session=in_session)
+    assert least <= cost.total_s
+    assert most == cost.matched_tokens
 
 
 def terms(cost: CandidateCost) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -25,6 +26,7 @@ class Bet:
     paths: set[Path]
     expires_at: int
     handle: Speculation
+    is_history: bool = False
 
 
 @dataclass
@@ -125,6 +127,19 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         added = set(prefixes_of(path)) - self.naive.confirmed(endpoint_id)
         self.naive.bets.append(Bet(endpoint_id, added, self.now + ttl, handle))
 
+    @rule(endpoint_id=endpoint_ids, path=paths, ttl=st.integers(1, 5), blocks_max=st.integers(1, 8))
+    def remember(self, endpoint_id: str, path: Path, ttl: int, blocks_max: int) -> None:
+        """A bet that stands in for events: beyond what the endpoint can hold the oldest of them go."""
+        self.asked.add(path)
+        handle = self.index.speculate(endpoint_id, chain_of(path), float(self.now + ttl), blocks_max=blocks_max)
+        added = set(prefixes_of(path)) - self.naive.confirmed(endpoint_id)
+        if not added:
+            return
+        self.naive.bets.append(Bet(endpoint_id, added, self.now + ttl, handle, is_history=True))
+        history = [bet for bet in self.naive.bets if bet.endpoint_id == endpoint_id and bet.is_history]
+        while len(history) > 1 and len(self.naive.staked(endpoint_id)) > blocks_max:
+            self.naive.bets.remove(history.pop(0))
+
     @precondition(lambda self: self.naive.bets)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
@@ -175,7 +190,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndexMachine = PrefixIndexMachine.TestCase
-TestPrefixIndexMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+class LongPrefixIndexMachine(PrefixIndexMachine):
+    """250 examples of 40 steps: ten thousand."""
+
+
+TestTenThousandSteps = pytest.mark.slow(LongPrefixIndexMachine.TestCase)
+TestTenThousandSteps.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.routing.load_ledger import Booking, LoadView
 from gateway.shared.row_table import RowTable
 from gateway.shared.segment import RowState, Segment, new_segment_file
-from gateway.shared.shared_ledger import SharedLedger
+from gateway.shared.shared_ledger import OTHERS_FRESH_S, SharedAccount, SharedLedger
 
 ENDPOINTS, ROWS = ("a", "b", "c"), 3
 tokens = st.integers(0, 5000)
@@ -95,7 +96,25 @@ class SharedLedgerMachine(RuleBasedStateMachine):
                                 sum(one.context_tokens for one in mine if one.streaming))
             for ledger in self.ledgers:
                 assert ledger.load(endpoint_id)[:3] == expected[:3]
-                assert ledger.loads()[endpoint_id] == ledger._many()[endpoint_id] == ledger.load(endpoint_id)
+                assert not ledger.is_over(endpoint_id, len(mine))
+                assert not mine or ledger.is_over(endpoint_id, len(mine) - 1)
+                ledger._looked_at = -math.inf
+                assert ledger.loads()[endpoint_id] == ledger.load(endpoint_id)
+                columns = {name: account.column for name, account in ledger._accounts.items()
+                           if isinstance(account, SharedAccount)}
+                assert ledger._look_at_many(columns) == ledger._look(columns), "both ways to look see the same"
+
+
+def test_what_others_have_is_looked_at_again_soon() -> None:
+    machine = SharedLedgerMachine()
+    assert machine.ledgers[1].loads()["a"] == LoadView()
+    machine.book(0, "a", 10, 10)
+    machine.book(1, "a", 1, 1)
+    assert machine.ledgers[1].load("a").num_inflight == 2
+    assert machine.ledgers[1].loads()["a"].num_inflight >= 1, "its own at once"
+    machine.ledgers[1]._looked_at -= 2 * OTHERS_FRESH_S
+    assert machine.ledgers[1].loads()["a"].num_inflight == 2
+    machine.teardown()
 
 
 TestSharedLedger = SharedLedgerMachine.TestCase

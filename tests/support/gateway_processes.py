@@ -43,10 +43,16 @@ class ProcessGroup:
         found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in found if line["event"] == event]
 
-    def process_of(self, *answers: Answer) -> list[int]:
-        """The processes that gave these answers, in order."""
-        by_request = {line["request_id"]: line["process"] for line in self.lines("request")}
-        return [by_request[answer.headers["x-request-id"]] for answer in answers]
+    async def process_of(self, *answers: Answer) -> list[int]:
+        """The processes that gave these answers, in order, once their log lines are written."""
+        wanted = [answer.headers["x-request-id"] for answer in answers]
+
+        async def written() -> dict[str, int] | None:
+            found = {line["request_id"]: line["process"] for line in self.lines("request")}
+            return found if found.keys() >= set(wanted) else None
+
+        by_request = await self.until(written, "a line for each request")
+        return [by_request[request_id] for request_id in wanted]
 
     async def until(self, condition: Callable[[], Awaitable[Any]], what: str) -> Any:
         """Await `condition` until it is truthy."""

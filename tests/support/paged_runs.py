@@ -33,7 +33,11 @@ class PagedRun:
         return [*prefix, *(self.free_blocks.pop() for _ in range(num_new))]
 
     def step(self, *shares: SequenceRows) -> torch.Tensor:
-        return self.model.forward(ForwardBatch(shares), self.storage)
+        return self.model.forward(self.batch(*shares), self.storage)
+
+    @staticmethod
+    def batch(*shares: SequenceRows) -> ForwardBatch:
+        return ForwardBatch(shares)
 
     def cut(self, token_ids: Sequence[int], table: Sequence[int], lengths: Sequence[int], *,
             start: int = 0) -> torch.Tensor:

@@ -51,3 +51,12 @@ def test_applying_out_of_order_is_our_bug() -> None:
 ])
 def test_a_socket_is_reached_where_the_worker_was_configured_to_be(address: str, url: str, expected: str) -> None:
     assert reachable_address(address, url) == expected
+
+
+def test_the_last_batch_is_known_by_number_and_life() -> None:
+    sequence = FeedSequence("one", 0)
+    assert sequence.last_seq is None
+    assert not sequence.is_last(0, "one")
+    sequence = FeedSequence("one", 5)
+    assert (sequence.last_seq, sequence.is_last(4, "one"), sequence.is_last(4, None)) == (4, True, True)
+    assert not any((sequence.is_last(4, "two"), sequence.is_last(3, "one"), sequence.is_last(5, "one")))

@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from gateway.routing.bets import VOID_BETS_MAX
 from gateway.routing.block_tree import ROW_BYTES
 from gateway.routing.holder_sets import SET_BYTES
 from gateway.routing.prefix_index import (
@@ -264,6 +265,22 @@ class TestSpeculation:
         index.withdraw(second)
         index.withdraw(second)
         assert index.match(CHAIN, 0.0) == {}
+        index.check_invariants()
+
+    def test_history_keeps_to_what_the_endpoint_can_hold_and_the_oldest_goes_first(self, index: PrefixIndex) -> None:
+        for start in (10, 20, 30):
+            index.speculate("a", range(start, start + 4), 99.0, blocks_max=9)
+        index.speculate("a", range(10, 14), 99.0, blocks_max=9)
+        assert index.num_speculative_blocks("a") == 8
+        assert index.match([20, 21], 0.0) == {}
+        assert index.match([10, 11, 12, 13], 0.0) == {"a": Match(0, 4)}
+        index.check_invariants()
+
+    def test_bets_that_were_taken_back_do_not_pile_up(self, index: PrefixIndex) -> None:
+        for number in range(4 * VOID_BETS_MAX):
+            index.withdraw(index.speculate("a", [number], 99.0 + number))
+            index.expire(0.0)
+        assert len(index._bets) <= 2 * VOID_BETS_MAX + 2
         index.check_invariants()
 
     def test_an_old_bet_does_not_touch_bets_on_blocks_that_took_its_place(self, index: PrefixIndex) -> None:

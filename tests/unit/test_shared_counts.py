@@ -16,7 +16,7 @@ from gateway.shared import drain_board
 from gateway.shared.drain_board import DrainBoard
 from gateway.shared.row_table import RowTable
 from gateway.shared.segment import DRAINS_MAX, LINES_MAX, RowState, Segment, new_segment_file
-from gateway.shared.shared_meters import SharedMeters
+from gateway.shared.shared_meters import ADVANCE_SHARE, SharedMeters
 from gateway.shared.shared_places import SharedPlaces
 
 ROWS = 4
@@ -95,6 +95,23 @@ def test_a_meter_in_pieces_is_the_meter_in_one(steps: list[tuple[int, str, float
             mine.take_output(amount, now)
             reference.take_output(amount, now)
     segment.close()
+
+
+def test_a_large_bucket_is_advanced_in_small_parts_and_never_given_twice(segment: Segment) -> None:
+    limits = TenantLimits(requests_per_minute=6000, tokens_per_minute=600_000)
+    tenant = Tenant("t", b"t", limits=limits)
+    meters = [SharedMeters(segment, row).of(tenant, 1.0) for row in range(ROWS)]
+    admitted = taken = 0
+    for number in range(8000):
+        meter = meters[number % ROWS if number < 4000 else number % 2]
+        admitted += meter.enter(1.0) is None
+        taken += 100 * (meter.take_prompt(100, 1.0) is None)
+    most_advanced = (ROWS - 1) * (1 / ADVANCE_SHARE)
+    assert 6000 * (1 - most_advanced) <= admitted <= 6000
+    assert 600_000 * (1 - most_advanced) - 100 * ROWS <= taken <= 600_000
+    over = meters[0].enter(1.0)
+    assert over is not None
+    assert sum(meters[number % ROWS].enter(31.0) is None for number in range(4000)) <= 3000 + 6000 * most_advanced
 
 
 def test_requests_inside_of_a_dead_process_are_outside(segment: Segment) -> None:

@@ -19,7 +19,7 @@ class ScheduledSequence:
     their keys and values exist already and must not be written again (a full hit recomputes its last position only to
     get logits). `samples` asks for a token from the last position's logits. `adapter` is the content digest of the
     LoRA adapter that computes it, None for the base model. `targets` are the prompt tokens that follow the first
-    positions of the share, to be scored by those positions' logits.
+    positions of the share, to be scored by those positions' logits. `pools`: its hidden states are to be summed up.
     """
 
     seq_id: int
@@ -30,6 +30,7 @@ class ScheduledSequence:
     samples: bool
     adapter: bytes | None = None
     targets: Sequence[int] = ()
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

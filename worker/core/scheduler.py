@@ -90,7 +90,7 @@ class Scheduler:
             return refusal
         if self._waiting.is_full:
             return Refusal(RefusalReason.QUEUE_FULL, self.config.max_waiting, self.config.max_waiting + 1)
-        if self.pool.caching and not sequence.scores_prompt:
+        if self.pool.caching and sequence.prompt_output is None:
             sequence.chain = ContentChain(self.pool.scheme, sequence.extra_keys)
             sequence.chain.append(sequence.token_ids)
         self._waiting.push(sequence)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from worker.core.batch import FinishReason
 from worker.core.block_content import ContentChain
@@ -40,6 +41,13 @@ class StopRule:
         return FinishReason.LENGTH if num_output_tokens >= self.max_new_tokens else None
 
 
+class PromptOutput(Enum):
+    """What is wanted of a prompt itself."""
+
+    SCORES = "scores"
+    EMBEDDING = "embedding"
+
+
 class Sequence:
     """A prompt and the tokens generated after it.
 
@@ -47,13 +55,13 @@ class Sequence:
     decode. The first `num_sealed_blocks` of the table are sealed: findable, shared and never written again.
     `priority` follows vLLM: the smaller number goes first and is preempted last. `choice` numbers the n choices of
     one request. `resumed_token_ids` are outputs that another worker generated: they are computed like a prompt and
-    count as outputs, of which this worker reports only those that follow. `scores_prompt`: the logits of every prompt
-    position are wanted, so all are computed, and it neither finds nor leaves cached blocks.
+    count as outputs, of which this worker reports only those that follow.
+    With a `prompt_output` every position is computed, and no cached block is found or left.
     """
 
     def __init__(self, seq_id: int, prompt_token_ids: Iterable[int], stop_rule: StopRule, *,
                  extra_keys: Iterable[ExtraKey] = (), priority: int = 0, choice: int = 0,
-                 resumed_token_ids: Iterable[int] = (), scores_prompt: bool = False) -> None:
+                 resumed_token_ids: Iterable[int] = (), prompt_output: PromptOutput | None = None) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -65,7 +73,7 @@ class Sequence:
         self.adapter = next((key.value for key in self.extra_keys if key.kind == ExtraKeyKind.LORA), None)
         self.priority = priority
         self.choice = choice
-        self.scores_prompt = scores_prompt
+        self.prompt_output = prompt_output
 
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
@@ -78,6 +86,16 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # positions computed before a preemption that may have to be computed again
         self.num_uncached_tokens = self.num_tokens  # while it waits: prefill work it stands for, as last seen
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of every prompt position are wanted."""
+        return self.prompt_output is PromptOutput.SCORES
+
+    @property
+    def pools(self) -> bool:
+        """Whether every prompt position's hidden state is wanted."""
+        return self.prompt_output is PromptOutput.EMBEDDING
 
     @property
     def num_tokens(self) -> int:

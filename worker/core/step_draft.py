@@ -74,6 +74,7 @@ class StepDraft:
             adapter=sequence.adapter,
             targets=tuple(sequence.token_ids[start + 1:min(end + 1, sequence.num_prompt_tokens)])
             if sequence.scores_prompt else (),
+            pools=sequence.pools,
         )
         self.num_tokens_left -= num_tokens
         if sequence.num_remaining_tokens == 1:

@@ -13,7 +13,7 @@ from itertools import count
 
 from worker.core.batch import FinishReason, SequenceUpdate, StepPlan
 from worker.core.scheduler import Scheduler
-from worker.core.sequence import Sequence, StopRule
+from worker.core.sequence import PromptOutput, Sequence, StopRule
 from worker.engine.engine_config import EngineConfig
 from worker.engine.grammar import GrammarCompiler, GrammarError, Matcher
 from worker.engine.live_sequence import LiveSequence
@@ -32,6 +32,7 @@ from worker.engine.messages import (
 from worker.engine.startup import EngineParts, start_up
 from worker.engine.step_execution import Execution, Runner, execute, failed_outcome, probe
 from worker.engine.timings import BandwidthMeter, EngineRates, SequenceTimings, StepTiming
+from worker.prompt.sampling_params import SamplingParams
 
 # Steps in a row in which nothing could be computed, after which the engine asks itself whether it still can.
 FAILED_STEPS_MAX = 5
@@ -62,6 +63,7 @@ class Engine:
         self._pending: list[SequenceOutput] = []      # ended outside a step; told with the next report
         self._eos_token_ids: frozenset[int] = frozenset()
         self._failed_steps = 0
+        self._ran_until: float | None = None          # None: idle since
         self._rates = EngineRates()
         self.broken: str | None = None
 
@@ -115,7 +117,7 @@ class Engine:
         sequence = Sequence(next(self._next_seq_id), command.prompt_token_ids, self._stop_rule(command),
                             extra_keys=command.extra_keys, priority=command.priority, choice=command.choice,
                             resumed_token_ids=command.generated_token_ids,
-                            scores_prompt=command.params.prompt_logprobs is not None)
+                            prompt_output=_prompt_output(command.params))
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return
@@ -175,20 +177,25 @@ class Engine:
 
         rows = {share.seq_id: self._live[share.seq_id].sampler_row() for share in plan.sequences
                 if share.samples or share.targets}
+        run_at = self._clock()
+        overhead_s = run_at - (started_at if self._ran_until is None else self._ran_until)
         execution = execute(self.runner, plan, rows)
         ended_at = self._clock()
         timing = StepTiming(allocate_s, execution.outcome.forward_s, execution.outcome.sample_s, ended_at)
         for share in plan.sequences:
             self._live[share.seq_id].worked(share, timing)
             self._live[share.seq_id].scored(share, execution.outcome.scored.get(share.seq_id, ()))
+            self._live[share.seq_id].pooled(share, execution.outcome.pooled.get(share.seq_id))
         if not execution.outcome.errors and execution.out_of_memory is None:
             self._observe_rates(plan, timing, decode_rows)
         updates, errors = self._commit(plan, execution)
         outputs = [self._output(update, ended_at, errors.get(update.seq_id)) for update in updates]
+        self._ran_until = ended_at if self._live else None
         return StepReport(
             outputs=pending + outputs, events=self.scheduler.take_events(), preemptions=preemptions,
             evicted_blocks=plan.num_blocks_evicted, evicted_for=evicted_for, stats=self._stats(),
-            step_s=self._clock() - started_at, step_kind=_step_kind(decode_rows, len(plan.sequences)),
+            step_s=self._clock() - started_at, overhead_s=overhead_s,
+            step_kind=_step_kind(decode_rows, len(plan.sequences)),
             batch_size=len(plan.sequences))
 
     def _commit(self, plan: StepPlan, execution: Execution) -> tuple[list[SequenceUpdate], dict[int, str]]:
@@ -270,6 +277,12 @@ class Engine:
             waste_tail_slots=waste.tail, waste_reserved_slots=waste.reserved, waste_duplicate_slots=waste.duplicate,
             token_budget=scheduler.token_budget, memory_bandwidth_ratio=self._bandwidth.ratio,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s, decode_step_s=self._rates.decode_step_s)
+
+
+def _prompt_output(params: SamplingParams) -> PromptOutput | None:
+    if params.pools:
+        return PromptOutput.EMBEDDING
+    return None if params.prompt_logprobs is None else PromptOutput.SCORES
 
 
 def _step_kind(decode_rows: int, num_rows: int) -> str:

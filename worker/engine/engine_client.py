@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import queue
 import subprocess
@@ -38,6 +39,7 @@ from worker.protocol.api_error import ApiError
 COMMAND_BACKLOG_MAX = 4096   # commands written by nobody yet; aborts always pass
 EXIT_WAIT_S = 5.0            # how long a process whose pipe closed may take to exit before it is killed
 RETRY_AFTER_S = "1"
+RETRY_AFTER_MAX_S = 60       # however long the queue is, a client asks again after a minute
 
 OnReport = Callable[[Report], None]
 
@@ -136,7 +138,7 @@ class EngineClient:
         num_commands = self._backlog.qsize() + len(sequences)
         if len(self._open) + len(sequences) > self._open_max or num_commands > COMMAND_BACKLOG_MAX:
             raise ApiError(429, "queue_full", f"The worker already holds {len(self._open)} sequences (its limit is "
-                           f"{self._open_max}); try again later.", headers={"Retry-After": RETRY_AFTER_S})
+                           f"{self._open_max}); try again later.", headers={"Retry-After": retry_after_s(self.stats)})
         for sequence in sequences:
             self._open[sequence.request_id, sequence.choice] = False
             self._backlog.put(sequence)
@@ -226,6 +228,13 @@ class EngineClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def retry_after_s(stats: EngineStats) -> str:
+    """When a refused client may try again: about when half of the prefill that waits now will have been computed."""
+    tokens = stats.waiting_prefill_tokens + stats.running_prefill_tokens
+    wait_s = tokens / stats.prefill_tokens_per_s / 2 if stats.prefill_tokens_per_s > 0 else 0.0
+    return str(min(RETRY_AFTER_MAX_S, max(int(RETRY_AFTER_S), math.ceil(wait_s))))
 
 
 def _stats_at_start(ready: EngineReady) -> EngineStats:

@@ -28,6 +28,7 @@ class LiveSequence:
     output_token_ids: list[int] = field(default_factory=list)
     lost_until: int = 0
     prompt_scores: dict[int, ScoredToken] = field(default_factory=dict)
+    hidden_sum: list[float] | None = None
     prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +51,13 @@ class LiveSequence:
         """Keep what a step found about the prompt, by position; computed again after a preemption they are equal."""
         self.prompt_scores.update(enumerate(scores, share.start + 1))
 
+    def pooled(self, share: ScheduledSequence, hidden_sum: list[float] | None) -> None:
+        """Add up; a share that begins at 0 begins anew, since a preempted sequence is computed from there."""
+        if hidden_sum is None:
+            return
+        before = self.hidden_sum if share.start else None
+        self.hidden_sum = hidden_sum if before is None else [a + b for a, b in zip(before, hidden_sum, strict=True)]
+
     def sampler_row(self) -> SamplerRow:
         return SamplerRow(params=self.command.params, choice=self.command.choice,
                           output_index=len(self.output_token_ids), prompt_token_ids=self.prompt_token_ids,
@@ -70,7 +78,13 @@ class LiveSequence:
             logprobs=None if update.logprobs is None else list(update.logprobs), cached_tokens=update.cached_tokens,
             finish_reason=None if reason is None else str(reason), error=error,
             stats=None if reason is None else self.account(),
-            prompt_scores=self._take_scores() if update.cached_tokens is not None else None)
+            prompt_scores=self._take_scores() if update.cached_tokens is not None else None,
+            embedding=self._mean_hidden() if update.cached_tokens is not None else None)
+
+    def _mean_hidden(self) -> list[float] | None:
+        if self.hidden_sum is None:
+            return None
+        return [value / len(self.prompt_token_ids) for value in self.hidden_sum]
 
     def _take_scores(self) -> list[ScoredToken] | None:
         if self.command.params.prompt_logprobs is None:

@@ -136,7 +136,7 @@ class SequenceOutput:
     `cached_tokens` is set on its first output and None afterwards. `finish_reason`: "stop" (EOS or a stop token,
     which is the last of `token_ids`), "length", "abort", "error" (`error` says why, `error_param` which field of the
     request is to blame, if one is); None while it runs. `prompt_scores`, with the first output where they were asked
-    for: of every prompt token but the first.
+    for: of every prompt token but the first. `embedding`, likewise: the mean of the prompt's last hidden states.
     """
 
     request_id: str
@@ -149,6 +149,7 @@ class SequenceOutput:
     error: str | None = None
     error_param: str | None = None
     prompt_scores: list[ScoredToken] | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One exchange per step: outputs, the cache events in order, notes for the log, and the state after it."""
+    """One exchange per step: outputs, the cache events in order, notes for the log, and the state after it.
+
+    `overhead_s` is what passed since the last step's tokens without the model at work: commit, report, commands,
+    scheduling; after an idle moment, scheduling alone.
+    """
 
     outputs: list[SequenceOutput] = field(default_factory=list)
     events: list[CacheEvent] = field(default_factory=list)
@@ -208,6 +213,7 @@ class StepReport:
     evicted_for: str | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     step_s: float = 0.0
+    overhead_s: float = 0.0
     step_kind: str = "idle"
     batch_size: int = 0
 

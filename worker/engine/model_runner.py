@@ -27,7 +27,8 @@ logger = logging.getLogger("headstart.engine")
 class RunOutcome:
     """A step's tokens, and the seconds its two halves took.
 
-    `errors` says of the result's `failed` sequences what was wrong with each. `scored` are tokens of prompts.
+    `errors` says of the result's `failed` sequences what was wrong with each. `scored` are tokens of prompts,
+    `pooled` sums of hidden states.
     """
 
     result: StepResult
@@ -35,6 +36,7 @@ class RunOutcome:
     sample_s: float
     errors: dict[int, str] = field(default_factory=dict)
     scored: dict[int, list[ScoredToken]] = field(default_factory=dict)
+    pooled: dict[int, list[float]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -49,21 +51,24 @@ class ModelRunner:
     def run(self, plan: StepPlan, rows: Mapping[int, SamplerRow]) -> RunOutcome:
         """Compute every share, choose a token for each that samples, score the targets; `rows` has a row for each."""
         started_at = self._clock()
-        logits = self._forward(plan)
+        logits, pooled = self._forward(plan)
         computed_at = self._clock()
         logits, scored = _score_prompts(logits, plan, rows)
         sampled, errors = choose_tokens(logits, {share.seq_id: rows[share.seq_id]
                                                  for share in plan.sequences if share.samples})
         ended_at = self._clock()
         return RunOutcome(StepResult(plan.step_id, sampled, frozenset(errors)), computed_at - started_at,
-                          ended_at - computed_at, errors, scored)
+                          ended_at - computed_at, errors, scored, pooled)
 
     @torch.inference_mode()
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        logits = self._model.forward(ForwardBatch(tuple(_rows(share) for share in plan.sequences)), self._storage)
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, dict[int, list[float]]]:
+        sums: list[torch.Tensor] = []
+        batch = ForwardBatch(tuple(_rows(share) for share in plan.sequences))
+        logits = self._model.forward(batch, self._storage, sums)
         if self._is_cuda:
             torch.cuda.synchronize()    # kernels run behind our back: without this the sampler is billed for them
-        return logits
+        pooling = [share.seq_id for share in plan.sequences if share.pools]
+        return logits, {seq_id: each.tolist() for seq_id, each in zip(pooling, sums, strict=True)}
 
 
 def _score_prompts(logits: torch.Tensor, plan: StepPlan,
@@ -119,7 +124,7 @@ def _sample_alone(logits: torch.Tensor, rows: Mapping[int, tuple[int, SamplerRow
 def _rows(share: ScheduledSequence) -> SequenceRows:
     return SequenceRows(token_ids=share.token_ids, start=share.start, block_table=share.block_table,
                         write_from=share.write_from, wants_logits=share.samples, adapter=share.adapter,
-                        num_scored=len(share.targets))
+                        num_scored=len(share.targets), pools=share.pools)
 
 
 def _sampled_token(chosen: Sample, row: SamplerRow) -> SampledToken:

@@ -79,6 +79,7 @@ def _execute_share_by_share(runner: Runner, plan: StepPlan, rows: Mapping[int, S
     sampled: dict[int, SampledToken] = {}
     errors: dict[int, str] = {}
     scored: dict[int, list[ScoredToken]] = {}
+    pooled: dict[int, list[float]] = {}
     forward_s = sample_s = 0.0
     for share in plan.sequences:
         alone = replace(plan, sequences=(share,), num_tokens=len(share.token_ids))
@@ -93,10 +94,11 @@ def _execute_share_by_share(runner: Runner, plan: StepPlan, rows: Mapping[int, S
         sampled.update(outcome.result.sampled)
         errors.update(outcome.errors)
         scored.update(outcome.scored)
+        pooled.update(outcome.pooled)
         forward_s += outcome.forward_s
         sample_s += outcome.sample_s
     result = StepResult(plan.step_id, sampled, frozenset(errors))
-    return Execution(RunOutcome(result, forward_s, sample_s, errors, scored))
+    return Execution(RunOutcome(result, forward_s, sample_s, errors, scored, pooled))
 
 
 def _too_large(plan: StepPlan, error: Exception) -> Execution:

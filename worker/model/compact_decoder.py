@@ -107,26 +107,33 @@ class CompactDecoder:
     logits_softcap: float | None
     adapters: Narrowing | None = None
 
-    def logits(self, layout: BatchLayout, attention_pass: AttentionPass) -> torch.Tensor:
-        """Logits [wanted rows, vocab] of the layout's rows, after every layer's K/V went to the pass."""
+    def logits(self, layout: BatchLayout, attention_pass: AttentionPass, *,
+               see_hidden: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """Logits [wanted rows, vocab] of the layout's rows, after every layer's K/V went to the pass.
+
+        `see_hidden` is shown the last hidden states of all rows, normed as the head gets them.
+        """
         x = self._embedded(layout.token_ids[0])
         ropes = [_signed(rope(x, layout.position_ids)) for rope in self.ropes]
         for layer in self.layers:
             attention = layer.attention
             attended = attention.attend(layer.before_attention(x), ropes[attention.rope], attention_pass)
-            if layer is self.layers[-1] and len(layout.logits_rows) < len(x):
+            if layer is self.layers[-1] and len(layout.logits_rows) < len(x) and see_hidden is None:
                 x, attended = x[layout.logits_rows], attended[layout.logits_rows]
                 if self.adapters is not None:
                     self.adapters.narrow(layout.logits_rows)
             x = layer.finish(x, attended)
-        return self._head(x)
+        if see_hidden is None:
+            return self._head(self.final_norm(x))
+        see_hidden(hidden := self.final_norm(x))
+        return self._head(hidden[layout.logits_rows])
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(token_ids)
         return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
-    def _head(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.final_norm(x))
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
         if self.logits_scaling != 1.0:
             logits = logits / self.logits_scaling
         if self.logits_softcap is not None:

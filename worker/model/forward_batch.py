@@ -12,7 +12,7 @@ class SequenceRows:
 
     `block_table[i]` is the KV block of positions [i * block_size, (i + 1) * block_size). Keys and values are written
     only for positions >= `write_from`; below it they are read from storage. `wants_logits` asks for the last row's,
-    behind those of the first `num_scored` rows.
+    behind those of the first `num_scored` rows. `pools`: the sum of all rows' last hidden states is wanted.
     `adapter` is the digest of a loaded LoRA adapter, None for the model as it is.
     """
 
@@ -23,6 +23,7 @@ class SequenceRows:
     wants_logits: bool
     adapter: bytes | None = None
     num_scored: int = 0
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

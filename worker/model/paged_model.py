@@ -7,11 +7,15 @@ never allocates or frees a block. One forward at a time: the pass is a value han
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from worker.model.attention import AttentionPass
 from worker.model.batch_layout import BatchLayout
 from worker.model.compact_decoder import CompactDecoder
 from worker.model.fast_attention import FastAttention
@@ -45,8 +49,12 @@ class PagedModel:
                                   head_major=self.exactness == "fast" and self._device.type == "cpu")
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """Write K/V and return logits float32 [rows whose logits are wanted, vocab], in batch order."""
+    def forward(self, batch: ForwardBatch, storage: KVStorage,
+                pooled: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Write K/V and return logits float32 [rows whose logits are wanted, vocab], in batch order.
+
+        To `pooled` is added, for each sequence that pools, the sum float64 [hidden] of its rows' last hidden states.
+        """
         if not batch.sequences:
             return torch.empty(0, self.spec.vocab_size, device=self._device)
         strict = self.exactness == "strict"
@@ -55,8 +63,16 @@ class PagedModel:
         if self._adapters is not None:
             self._adapters.begin(batch, layout)
         attention_pass = StrictAttention(layout, storage) if strict else FastAttention(layout, storage)
+        see_hidden = None
+        if pooled is not None and any(rows.pools for rows in batch.sequences):
+            see_hidden = partial(_pool, batch, layout, pooled)
         if self._compact is not None:
-            return self._compact.logits(layout, attention_pass)[:layout.num_logits].float()
+            logits = self._compact.logits(layout, attention_pass, see_hidden=see_hidden)
+            return logits[:layout.num_logits].float()
+        with _hidden_seen(self._model.base_model, see_hidden):
+            return self._through_modules(layout, attention_pass)
+
+    def _through_modules(self, layout: BatchLayout, attention_pass: AttentionPass) -> torch.Tensor:
         inputs = {"input_ids": layout.token_ids, "position_ids": layout.position_ids, "use_cache": False,
                   "attention_pass": attention_pass}
         if layout.num_logits == 0:
@@ -66,6 +82,24 @@ class PagedModel:
         logits = self._model(**inputs, logits_to_keep=layout.logits_rows).logits[0]
         wanted: torch.Tensor = logits[:layout.num_logits].float()
         return wanted
+
+
+def _pool(batch: ForwardBatch, layout: BatchLayout, pooled: list[torch.Tensor], hidden: torch.Tensor) -> None:
+    pooled += [hidden[span.first_row:span.first_row + span.num_rows].double().sum(dim=0)
+               for rows, span in zip(batch.sequences, layout.spans, strict=True) if rows.pools]
+
+
+@contextmanager
+def _hidden_seen(base_model: Any, see: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
+    """While transformers' modules run: its base model's last hidden states are shown, those of every row."""
+    if see is None:
+        yield
+        return
+    hook = base_model.register_forward_hook(lambda module, given, out: see(out.last_hidden_state[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def free_memory_bytes(device: str) -> int:

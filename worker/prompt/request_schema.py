@@ -99,6 +99,15 @@ class CompletionBody(GenerationBody, kw_only=True):
     suffix: str | None = None
 
 
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+    input: str | list[str | TokenId | list[TokenId]]
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: Annotated[str, Meta(max_length=MAX_LABEL_CHARS)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None

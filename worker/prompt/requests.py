@@ -28,11 +28,12 @@ from worker.prompt.request_schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
     TokenizeBody,
 )
 from worker.prompt.sampling_params import SamplingParams
-from worker.protocol.api_error import invalid_request
+from worker.protocol.api_error import ApiError, invalid_request
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +69,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def scores_prompt(self) -> bool:
         """Whether the prompt's log-probabilities are wanted: then nothing of it comes from a cache."""
         return self.sampling.prompt_logprobs is not None
+
+    @property
+    def is_uncached(self) -> bool:
+        """Whether every position of the prompt must be computed, so that nothing of it comes from a cache."""
+        return self.scores_prompt or self.sampling.pools
 
     @property
     def num_candidates(self) -> int:
@@ -119,6 +125,12 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         return self.n if self.best_of is None else self.best_of
 
 
+class EmbeddingRequest(CompletionRequest, frozen=True, kw_only=True):
+    """POST /v1/embeddings: a completion of one token, of which only the prompts' embeddings are told."""
+
+    as_base64: bool = False
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: exactly one of `prompt` and `messages` is set.
 
@@ -147,6 +159,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
+_embedding_decoder = msgspec.json.Decoder(EmbeddingBody)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
@@ -182,6 +195,26 @@ def parse_completion(body: bytes) -> CompletionRequest:
                      max_tokens=given.max_tokens or DEFAULT_COMPLETION_MAX_TOKENS, echoed_logprobs=echoed_logprobs)
     return CompletionRequest(**shared, prompts=prompts, echo=bool(given.echo), best_of=best_of,
                              max_tokens_is_default=given.max_tokens is None)
+
+
+def parse_embedding(body: bytes) -> EmbeddingRequest:
+    """Parse a POST /v1/embeddings body; ApiError 400 with `param` on anything malformed."""
+    given, unknown = decode_body(body, _embedding_decoder)
+    if given.encoding_format not in (None, "float", "base64"):
+        raise invalid_request("encoding_format must be 'float' or 'base64'.", "encoding_format")
+    if given.dimensions is not None:
+        raise invalid_request("dimensions is not supported: this model was not trained for shorter embeddings.",
+                              "dimensions")
+    try:
+        prompts = _prompts(given.input)
+    except ApiError as error:
+        raise invalid_request(error.message.replace("prompt", "input"),
+                              (error.param or "input").replace("prompt", "input")) from None
+    return EmbeddingRequest(
+        model=given.model, prompts=prompts, max_tokens=1, seed_given=True, user=given.user,
+        priority=given.priority or 0,
+        sampling=SamplingParams(temperature=0.0, ignore_eos=True, pools=True),
+        as_base64=given.encoding_format == "base64", unknown=unknown)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:

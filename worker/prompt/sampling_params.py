@@ -10,7 +10,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature below 1e-5 is greedy. `logit_bias` maps token id to a bias in [-100, 100]. `logprobs` is how many top
     alternatives are reported per token; None reports nothing, 0 reports the chosen token alone; `prompt_logprobs`
-    says the same of the prompt's tokens.
+    says the same of the prompt's tokens. `pools`: the prompt's embedding is wanted.
     The randomness of output token i is a function of (seed, choice, i) and nothing else.
     """
 
@@ -25,5 +25,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pools: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False

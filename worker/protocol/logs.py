@@ -75,8 +75,9 @@ def log_many(name: str, event: str, lines: Sequence[tuple[float, Mapping[str, ob
             log.info(event, **fields)
         return
     if output.threshold <= logging.INFO:
-        texts = [_to_json({"source": name, **fields, "event": event, "level": "info", "at": _iso(at)}) for at, fields
-                 in lines]
+        bound = structlog.contextvars.get_contextvars()
+        texts = [_to_json({"source": name, **fields, "event": event, **bound, "level": "info", "at": _iso(at)})
+                 for at, fields in lines]
         output.stream.write("\n".join([*texts, ""]))
         output.stream.flush()
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from zmq.asyncio import Context
 from zmq.asyncio import Socket as AsyncSocket
@@ -152,7 +153,8 @@ class EventsPublisher:
         meanwhile reach the reader on the live socket.
         """
         topic = self.topic.encode()
-        for seq, payload in [item for item in self._ring if item[0] >= start_seq]:
+        num_missing = max(0, self._next_seq - start_seq)
+        for seq, payload in reversed(list(islice(reversed(self._ring), num_missing))):
             await self._send_to(identity, encode_replay_reply(topic, seq, payload))
         await self._send_to(identity, encode_replay_end())
 

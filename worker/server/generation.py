@@ -54,6 +54,7 @@ class _Choice:
     unsent: str = ""    # text that goes before the next delta's: an echoed prompt, or from before a resumption
     cached_tokens: int | None = None
     prompt_scores: list[ScoredToken] | None = None
+    embedding: list[float] | None = None
     finish_reason: str | None = None
     stats: SequenceStats | None = None
     released: bool = False
@@ -126,6 +127,7 @@ class Generation:
         choice = self._choices[output.choice - self.first_choice]
         if output.cached_tokens is not None:
             choice.cached_tokens, choice.prompt_scores = output.cached_tokens, output.prompt_scores
+            choice.embedding = output.embedding
         if output.finish_reason is not None:
             choice.released, choice.stats = True, output.stats
         if output.finish_reason == "error":
@@ -188,6 +190,10 @@ class Generation:
         """What to report as usage. Before the first token of a prompt its cached tokens count as 0."""
         cached = sum(self._cached_of_prompt(index) for index in range(len(self.prompt_lengths)))
         return Account(sum(self.prompt_lengths), cached, sum(choice.num_tokens for choice in self._choices))
+
+    def embeddings(self) -> list[list[float]]:
+        """Of each prompt, once all are answered."""
+        return [choice.embedding or [] for choice in self._choices]
 
     def prompt_scores(self, choice: int) -> list[ScoredToken]:
         """What the model thought of the choice's prompt, its first token apart. Its first choice knows."""

@@ -17,14 +17,15 @@ from aiohttp import web
 from worker.engine.messages import SubmitSequence
 from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import CompletionRequest
+from worker.prompt.requests import CompletionRequest, EmbeddingRequest
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
+from worker.protocol.told_tokens import tell_behind
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import Generation
-from worker.server.intake import CHAT, COMPLETIONS, FOREIGN, Admission, Route, admit
+from worker.server.intake import CHAT, COMPLETIONS, EMBEDDINGS, FOREIGN, Admission, Route, admit
 from worker.server.openai_format import (
     ChatFormat,
     CompletionFormat,
@@ -33,6 +34,7 @@ from worker.server.openai_format import (
     ResponseHead,
     ScoredPrompt,
     best_choices,
+    embedding_list,
 )
 from worker.server.shell import Shell, shell_of
 from worker.server.sse import open_stream
@@ -47,6 +49,26 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, COMPLETIONS)
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """POST /v1/embeddings: the mean of each prompt's last hidden states, at length 1."""
+    shell = shell_of(request)
+    with shell.answering():
+        admission = await admit(request, shell, EMBEDDINGS)
+        async with _submitted(request, shell, admission, EMBEDDINGS) as generation:
+            while await generation.next_deltas():
+                continue
+            return _embedded(shell, generation, admission)
+
+
+def _embedded(shell: Shell, generation: Generation, admission: Admission) -> web.Response:
+    body, account = admission.body, generation.account()
+    assert isinstance(body, EmbeddingRequest), "its route parses nothing else"
+    vectors = embedding_list(generation.embeddings(), as_base64=body.as_base64)
+    answer = {"object": "list", "data": vectors, "model": shell.require_serving().shown_name(body.model),
+              "usage": {"prompt_tokens": account.prompt_tokens, "total_tokens": account.prompt_tokens}}
+    return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
 
 async def foreign(request: web.Request) -> web.StreamResponse:
@@ -91,6 +113,7 @@ async def _submitted(request: web.Request, shell: Shell, admission: Admission,
         generation.abandon()
         if generation.abandoned:
             shell.metrics.observe_disconnect()
+            _log.info("client_left", request_id=generation.request_id)    # the engine has been told
 
 
 def _generation(request: web.Request, shell: Shell, admission: Admission, route: Route) -> Generation:
@@ -161,8 +184,11 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
     answer = layout.full(choices, account)
     if admission.foreign is not None:
         answer = admission.foreign.whole(answer)
-    return web.Response(body=orjson.dumps(answer), content_type="application/json",
-                        headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
+    headers, whole = {CACHED_TOKENS_HEADER: str(account.cached_tokens)}, orjson.dumps(answer)
+    if admission.tells_token_ids:
+        told, whole = tell_behind(whole, [choice.token_ids for choice in choices])
+        headers |= told
+    return web.Response(body=whole, content_type="application/json", headers=headers)
 
 
 def _add_prompts(choices: list[FullChoice], generation: Generation, admission: Admission) -> None:

@@ -21,7 +21,7 @@ from worker.prompt.foreign_api import ForeignAnswer, ForeignApi
 from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.messages_body import MESSAGES
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_embedding
 from worker.prompt.responses_body import RESPONSES
 from worker.prompt.sampling_params import SamplingParams
 from worker.protocol.api_error import ApiError, invalid_request
@@ -76,6 +76,7 @@ def _render_completion(renderer: PromptRenderer, body: Body) -> list[list[int]]:
 
 CHAT = Route("/v1/chat/completions", parse_chat, _render_chat, "messages")
 COMPLETIONS = Route("/v1/completions", parse_completion, _render_completion, "prompt")
+EMBEDDINGS = Route("/v1/embeddings", parse_embedding, _render_completion, "input")
 FOREIGN = {api.path: Route(api.path, parse_chat, _render_chat, "messages", api) for api in (MESSAGES, RESPONSES)}
 
 

@@ -31,6 +31,9 @@ class WorkerMetrics:
                                buckets=_SECONDS, registry=self.registry)
         self._step = Histogram("headstart_worker_step_seconds", "Duration of one engine step.", ["kind"],
                                buckets=_SECONDS, registry=self.registry)
+        self._overhead = Counter("headstart_worker_step_overhead_seconds",
+                                 "Time between two runs of the model while there was work.", ["kind"],
+                                 registry=self.registry)
         self._batch = Histogram("headstart_worker_batch_size", "Sequences in one engine step.", buckets=_BATCH,
                                 registry=self.registry)
         self._disconnects = Counter("headstart_worker_client_disconnects_total", "Clients that left before the end.",
@@ -50,6 +53,7 @@ class WorkerMetrics:
         self._engine.stats = report.stats
         if report.batch_size:
             self._step.labels(report.step_kind).observe(report.step_s)
+            self._overhead.labels(report.step_kind).inc(report.overhead_s)
             self._batch.observe(report.batch_size)
             self._busy.add(time.monotonic(), report.step_s)
 

@@ -6,8 +6,11 @@ to one request and remembers what the next chunk depends on (text offsets, which
 
 from __future__ import annotations
 
+import base64
 import codecs
 import hashlib
+import math
+import struct
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -85,6 +88,19 @@ def best_choices(choices: Sequence[FullChoice], num_candidates: int, n: int, *,
 def _mean_logprob(choice: FullChoice) -> float:
     logprobs = [item.logprob for item in choice.logprobs or ()]
     return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_MIN
+
+
+def embedding_list(vectors: Sequence[Sequence[float]], *, as_base64: bool) -> list[Json]:
+    """`embedding` objects of length 1, as numbers or as little-endian float32 in base64."""
+    items: list[Json] = []
+    for index, vector in enumerate(vectors):
+        length = math.hypot(*vector) or 1.0
+        values = [value / length for value in vector]
+        shown: Any = values
+        if as_base64:
+            shown = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        items.append({"object": "embedding", "index": index, "embedding": shown})
+    return items
 
 
 def usage(account: Account) -> Json:

@@ -1,0 +1,89 @@
+"""Bets: the speculation of one booking, and those that are open, by expiry.
+
+Owns their order and their count. What a bet means for a block is the prefix index's business.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator
+
+from gateway.routing.claims import Claims
+
+VOID_BETS_MAX = 256
+
+
+class Speculation:
+    """The bet of one booking. Give it to withdraw() when the request failed before its first byte."""
+
+    __slots__ = ("_blocks", "_claims", "expires_at", "serial")
+
+    def __init__(self, claims: Claims, blocks: array[int], expires_at: float, serial: int) -> None:
+        self._claims = claims
+        self._blocks = blocks
+        self.expires_at = expires_at
+        self.serial = serial
+
+    @property
+    def endpoint_id(self) -> str:
+        return self._claims.endpoint_id
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks still bet on; 0 when it was taken back or has expired."""
+        return len(self._blocks)
+
+    def take(self) -> tuple[Claims, array[int]]:
+        """Whose claims and which blocks, first to last; the second time there are none."""
+        blocks, self._blocks = self._blocks, array("i")
+        return self._claims, blocks
+
+    def __lt__(self, other: Speculation) -> bool:
+        return (self.expires_at, self.serial) < (other.expires_at, other.serial)
+
+
+class OpenBets:
+    """Every bet that somebody placed and nobody has taken back; those that were stay a while, void."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self._heap: list[Speculation] = []
+        self._num_void = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def place(self, bet: Speculation) -> None:
+        """`bet` is on at least one block."""
+        self.num_blocks += bet.num_blocks
+        heapq.heappush(self._heap, bet)
+
+    def take(self, bet: Speculation) -> tuple[Claims, array[int]]:
+        """See Speculation.take(); the bet is void from now on."""
+        claims, blocks = bet.take()
+        if blocks:
+            self.num_blocks -= len(blocks)
+            self._num_void += 1
+        return claims, blocks
+
+    def is_due(self, now: float) -> bool:
+        """Whether some bet is past due."""
+        return bool(self._heap) and self._heap[0].expires_at <= now
+
+    def due(self, now: float) -> Iterator[Speculation]:
+        """The bets that are past due; the caller takes each."""
+        heap = self._heap
+        while heap and heap[0].expires_at <= now:
+            yield heap[0]
+            heapq.heappop(heap)
+            self._num_void -= 1
+        if self._num_void > len(heap) // 2 + VOID_BETS_MAX:
+            self._heap = [bet for bet in heap if bet.num_blocks]
+            heapq.heapify(self._heap)
+            self._num_void = 0
+
+    def check_invariants(self) -> None:
+        """AssertionError names what is wrong."""
+        assert self._num_void == sum(not bet.num_blocks for bet in self._heap), "void bets are miscounted"
+        assert self.num_blocks == sum(bet.num_blocks for bet in self._heap), "blocks bet on are miscounted"
