@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Plan:
     between_min: int
     seed: int
     worker_arguments: tuple[str, ...] = ()
+    log_level: str = "warning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Trial:
     retries: int
     errors: list[str]
     different: int
+    differences: list[str]
     num_greedy: int
     num_seeded: int
     seconds: float
@@ -95,7 +98,8 @@ class Fleet:
     def _start_worker(self, port: int) -> Child:
         plan = self._plan
         return start(["worker", "--model", plan.model, "--served-name", plan.served_name, "--port", str(port),
-                      "--exactness", "strict", "--threads", "1", "--log-level", "warning", *plan.worker_arguments],
+                      "--exactness", "strict", "--threads", "1", "--log-level", plan.log_level,
+                      *plan.worker_arguments],
                      url=f"http://127.0.0.1:{port}", env=self._tokens)
 
     def kill(self, worker_id: str) -> None:
@@ -206,13 +210,25 @@ class Trials:
             self._fleet.revive(victim)
         await asyncio.gather(*tasks)
         after = await self._fleet.counts(self._session)
+        differences = [self._difference(stream, victim) for stream in streams if self._differs(stream)]
         return Trial(number, victim, len(theirs), len(between), round(sum(between) / len(between), 3),
                      after[0] - before[0], after[1] - before[1],
                      [f"{stream.request_id}: {stream.error}" for stream in streams if stream.error is not None],
-                     sum(comparable(stream.answer) != comparable(self._undisturbed[stream.request_id])
-                         for stream in streams if stream.error is None),
+                     len(differences), differences,
                      sum("seed" not in stream.body for stream in streams),
                      sum("seed" in stream.body for stream in streams), round(time.monotonic() - began_at, 2))
+
+    def _differs(self, stream: WatchedStream) -> bool:
+        return stream.error is None and comparable(stream.answer) != comparable(self._undisturbed[stream.request_id])
+
+    def _difference(self, stream: WatchedStream, victim: str) -> str:
+        """Where a stream leaves its undisturbed run, and whether it had to move."""
+        expected, got = (comparable(answer).split(b"\n\n") for answer in (
+            self._undisturbed[stream.request_id], stream.answer))
+        at = next(index for index, pair in enumerate(zip_longest(expected, got)) if pair[0] != pair[1])
+        kind = "seeded" if "seed" in stream.body else "greedy"
+        return (f"{stream.request_id}, {kind}, {'moved' if stream.worker_id == victim else 'stayed'}, event {at} of "
+                f"{len(expected)}: {expected[at:at + 1]!r} became {got[at:at + 1]!r}")
 
     async def _await_moment(self, streams: Sequence[WatchedStream],
                             is_over: Callable[[], bool]) -> tuple[str, list[WatchedStream]] | None:
@@ -256,8 +272,7 @@ async def run_trials(plan: Plan, note: Callable[[Trial], None] = lambda _: None)
 def report_of(plan: Plan, trials: Sequence[Trial], *, num_void: int) -> dict[str, Any]:
     """JSON-ready."""
     plan_row = asdict(plan) | {"model": plan.served_name}
-    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "exactness": "strict",
-            "machine": f"{os.cpu_count()} x {platform.machine()}", "plan": plan_row,
+    return {**stamp(), "plan": plan_row,
             "trials": len(trials), "clean": sum(trial.is_clean for trial in trials),
             "client_visible_errors": sum(len(trial.errors) for trial in trials),
             "different_streams": sum(trial.different for trial in trials),
@@ -267,6 +282,12 @@ def report_of(plan: Plan, trials: Sequence[Trial], *, num_void: int) -> dict[str
             "between_min": min(trial.streams_between for trial in trials),
             "retries": sum(trial.retries for trial in trials), "void": num_void,
             "by_trial": [asdict(trial) for trial in trials]}
+
+
+def stamp() -> dict[str, str]:
+    """When and where a report was made."""
+    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "exactness": "strict",
+            "machine": f"{os.cpu_count()} x {platform.machine()}"}
 
 
 def _commit() -> str:
@@ -302,7 +323,7 @@ def main() -> int:
         print(f"trial {trial.number}: killed with {trial.streams_between} of {trial.streams_on_victim} streams open, "
               f"{trial.mean_done_ratio:.0%} done on average; {trial.migrations} moved, {len(trial.errors)} errors, "
               f"{trial.different} different, {trial.seconds} s", flush=True)
-        for error in trial.errors:
+        for error in (*trial.errors, *trial.differences):
             print("   ", error, flush=True)
 
     report = asyncio.run(run_trials(_plan(arguments), note))

@@ -72,6 +72,10 @@ class Joining:
         found = self._references.get(model)
         return found if found is not None else self._references.get(self._table.model_behind(model))
 
+    def references(self) -> dict[str, ModelReference]:
+        """Every model's."""
+        return dict(self._references)
+
     async def join(self, worker: HeadstartWorker, report: WorkerReport) -> Joined:
         """Fetch its files, compare, probe. Raises what HeadstartWorker raises."""
         self.left(worker.worker.endpoint_id)  # whatever its former life agreed with

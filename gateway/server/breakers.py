@@ -34,6 +34,8 @@ class Breakers:
 
     def blocked(self, endpoints: list[Endpoint]) -> frozenset[str]:
         """Those that should not get a request now."""
+        if not self._breakers:
+            return frozenset()
         now = time.monotonic()
         return frozenset(endpoint.endpoint_id for endpoint in endpoints
                          if endpoint.endpoint_id in self._breakers and not self._of(endpoint).may_send(now))

@@ -32,7 +32,7 @@ from gateway.relay.relay import (
     relay_bytes,
     relay_rest,
 )
-from gateway.relay.retry import AttemptFailed, Refusal, Walk
+from gateway.relay.retry import AttemptFailed, FirstAnswer, Refusal, Walk
 from gateway.relay.sse import body_usage
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
@@ -53,8 +53,10 @@ from gateway.server.migration import (
     wants_migration,
 )
 from gateway.server.prompt_limit import PromptLimit
+from gateway.server.prompt_metrics import PromptMemoryCollector
 from gateway.server.prompt_work import PromptRequest, PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
+from gateway.server.replies import Learn, Remembering, told_in_stream
 from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -62,6 +64,7 @@ from worker.prompt.foreign_api import ForeignApi
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
+from worker.protocol.told_tokens import told_behind
 
 # Parsing runs at some 300 MB/s; what takes longer than a millisecond is done in a prompt thread.
 ON_LOOP_PARSE_BYTES = 256 * 1024
@@ -84,6 +87,7 @@ class Intake:
     tenant: Tenant
     base_model: str
     way_back: Way | None = None
+    learn: Learn | None = None
 
 
 class Generate:
@@ -107,6 +111,8 @@ class Generate:
                                       self._limits, self._config.max_migrations, self._config.max_retries + 1,
                                       self._config.first_byte_timeout_s))
         self._request_log = RequestLog(__name__)
+        self._remembering = Remembering(self._config, prompt_work)
+        state.metrics.add(PromptMemoryCollector(state.joining, self._remembering.memory))
         self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
@@ -171,7 +177,7 @@ class Generate:
             self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
-            self._dispatcher.answered(record)
+            self._dispatcher.learning.ended(record)
             self._request_log.add(record, duration_s)
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
@@ -233,19 +239,24 @@ class Generate:
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
-        reference = self.reference(parsed.model, tenant)
-        adapter_keys = self._table.adapter_keys(parsed.model)
+        reference, adapter_keys = self.reference(parsed.model, tenant), self._table.adapter_keys(parsed.model)
+        schemes = [] if parsed.is_uncached else self._dispatcher.schemes(parsed.model)
+        owner = self._remembering.owner(parsed, tenant, schemes)
+        scope = tenant.sharing_group.hex() + "/" + (parsed.cache_salt or "")
         prepared = await self._prompt_work.prepare(
-            reference.renderer, parsed, num_body_bytes=len(body),
-            schemes=() if parsed.is_uncached else self._dispatcher.schemes(parsed.model),
+            reference.renderer, parsed, num_body_bytes=len(body), schemes=schemes,
             salt_of=lambda prompts: self._access.salt(
                 tenant, parsed.cache_salt, reference.renderer, prompts).beside(adapter_keys),
-            scope=tenant.sharing_group.hex() + "/" + (parsed.cache_salt or ""),
-            limit=self._limit(reference, route))
+            scope=scope, limit=self._limit(reference, route),
+            replies=None if owner is None else self._remembering.memory.of(owner))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
-        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
-        return Intake(route, body, parsed, routed, tenant, reference.model, way)
+        # A session is its tenant's: equal keys of two tenants are two sessions.
+        session = f"{tenant.tenant_id}/{parsed.prompt_cache_key}" if parsed.prompt_cache_key else None
+        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream,
+                              session)
+        return Intake(route, body, parsed, routed, tenant, reference.model, way,
+                      self._remembering.learner(owner, reference.renderer, prepared, scope))
 
     def _ask(self, intake: Intake) -> Ask:
         prompt, parsed = intake.routed, intake.parsed
@@ -277,7 +288,8 @@ class Generate:
     def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest,
                           choice: ChoiceToResume | None = None) -> UpstreamRequest:
         return upstream_request(intake, endpoint, request, worker_token=self._config.worker_token, choice=choice,
-                                tells_token_ids=intake.parsed.stream and self._migrator.is_on)
+                                tells_token_ids=intake.learn is not None or
+                                (intake.parsed.stream and self._migrator.is_on))
 
     async def _pass_on(self, request: BaseRequest, intake: Intake, answering: Answering,
                        taken: Taken) -> web.StreamResponse:
@@ -288,7 +300,7 @@ class Generate:
         headers = {"Content-Type": content_type, **answering.headers, **self._routing_headers(taken.placement)}
         if response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, intake, replace(answering, headers=headers), taken)
-        return await self._whole(request, taken, answering, headers)
+        return await self._whole(request, taken, answering, headers, learn=intake.learn)
 
     async def _stream(self, request: BaseRequest, intake: Intake, answering: Answering,
                       taken: Taken) -> web.StreamResponse:
@@ -304,6 +316,8 @@ class Generate:
         end = await pass_stream(answer, write, self._limits, watch, transcript=transcript)
         if end.failure is None:
             placement.succeeded()
+            if intake.learn is not None and transcript is not None and transcript.is_kept:
+                intake.learn(told_in_stream(transcript.kept_blocks()))
         if end.can_move:
             placement.failed("lost")
             end = await self._migrator.go_on(Broken(
@@ -316,13 +330,14 @@ class Generate:
         return response
 
     async def _whole(self, request: BaseRequest, taken: Taken, answering: Answering,
-                     headers: Mapping[str, str]) -> web.StreamResponse:
+                     headers: Mapping[str, str], *, learn: Learn | None) -> web.StreamResponse:
         answer, placement, record = taken.answer, taken.placement, answering.record
         body, is_complete = await read_whole(answer, self._limits, answering.watch)
         record.outcome = "ok" if answer.response.status < 400 else "client_error"
         if answer.response.status < 400:
             placement.succeeded()
         if is_complete and answer.response.status == 200:
+            body = _learned(answer, body, learn)
             record.reported(body_usage(body))
         if (way := way_back(request)) is not None:
             body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
@@ -364,6 +379,18 @@ def _last_word(failure: AttemptFailed, record: RequestRecord, way: Way | None) -
         headers["Retry-After"] = outcome.retry_after
     body = outcome.body if way is None else way.whole(outcome.status, outcome.body, is_complete=True)
     return WholeResponse(outcome.status, body, headers)
+
+
+def _learned(answer: FirstAnswer, body: bytes, learn: Learn | None) -> bytes:
+    """The client's part of a whole answer; the ids behind it are remembered."""
+    try:
+        body, choices = told_behind(answer.response.headers, body)
+    except ValueError as error:
+        torn = errors.worker_failed(f"The worker's answer is torn ({error}).")
+        raise AttemptFailed("worker_error", torn) from error
+    if learn is not None:
+        learn(choices)
+    return body
 
 
 def _count(text: str | None) -> int | None:

@@ -17,8 +17,10 @@ from gateway.admission.cache_salt import CacheSalt
 from gateway.server.prompt_limit import PromptLimit
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
+from worker.prompt.segment_encoder import Replies
 from worker.protocol.api_error import ApiError
 from worker.protocol.block_hash import HashScheme, block_hashes
+from worker.protocol.logs import get_logger
 
 # Rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
 ON_LOOP_BODY_BYTES = 1024
@@ -29,6 +31,7 @@ NUM_THREADS = 2
 MAX_WAITING_PROMPTS = 1024
 
 T = TypeVar("T")
+_log = get_logger(__name__)
 PromptRequest = ChatRequest | CompletionRequest
 SaltOf = Callable[[Sequence[Sequence[int]]], CacheSalt]
 """The salt for these prompts: how much of it is public depends on their tokens."""
@@ -47,7 +50,12 @@ class PreparedPrompt:
     @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(map(len, self.prompts))
+        return len(self.prompts[0]) if len(self.prompts) == 1 else sum(map(len, self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return len(self.prompts[0]) if len(self.prompts) == 1 else max(map(len, self.prompts))
 
 
 class _Task(NamedTuple):
@@ -59,6 +67,7 @@ class _Task(NamedTuple):
     salt_of: SaltOf
     scope: str
     limit: PromptLimit | None
+    replies: Replies | None
 
 
 class PromptWork:
@@ -70,17 +79,18 @@ class PromptWork:
 
     async def prepare(self, renderer: PromptRenderer, request: PromptRequest, *, num_body_bytes: int,
                       schemes: Iterable[HashScheme], salt_of: SaltOf, scope: str = "",
-                      limit: PromptLimit | None = None) -> PreparedPrompt:
+                      limit: PromptLimit | None = None, replies: Replies | None = None) -> PreparedPrompt:
         """Render, tokenise and hash. ApiError 400 for what cannot be rendered or is longer than `limit`, 429 when
         too many wait already. `scope` names who may notice that a prompt's beginning was tokenised before."""
-        task = _Task(renderer, request, tuple(schemes), salt_of, scope, limit)
+        task = _Task(renderer, request, tuple(schemes), salt_of, scope, limit, replies)
         is_suspect = limit is not None and limit.is_suspect(num_body_bytes)
         text = None
         if (isinstance(request, ChatRequest) and not is_suspect
                 and ON_LOOP_BODY_BYTES < num_body_bytes <= ON_LOOP_KNOWN_BYTES):
             began_at = time.perf_counter()
             text = renderer.chat_text(request)
-            known = renderer.chat_packed_if_known(request, text, scope=scope, max_new_chars=ON_LOOP_NEW_CHARS)
+            known = renderer.chat_packed_if_known(request, text, scope=scope, max_new_chars=ON_LOOP_NEW_CHARS,
+                                                  replies=replies)
             if known is not None:
                 return _hashed(task, [known], began_at)
 
@@ -90,6 +100,11 @@ class PromptWork:
             return _prepare(task, text)
 
         return await self.run(num_body_bytes, work)
+
+    def some_time(self, work: Callable[[], None]) -> None:
+        """Do `work` in a prompt thread when there is time; it is dropped while many wait."""
+        if self._num_waiting < MAX_WAITING_PROMPTS // 2:
+            self._threads.submit(_logged, work)
 
     async def run(self, num_body_bytes: int, work: Callable[[], T]) -> T:
         """Do `work` here when it is short, in a prompt thread when not."""
@@ -109,6 +124,13 @@ class PromptWork:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        _log.exception("prompt_work_failed")
+
+
 def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
     if isinstance(request, ChatRequest):
         return [renderer.chat_text(request)]
@@ -120,7 +142,8 @@ def _prepare(task: _Task, text: str | None) -> PreparedPrompt:
     renderer, request, scope, began_at = task.renderer, task.request, task.scope, time.perf_counter()
     # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
     prompts: list[Sequence[int]] = (
-        [renderer.chat_packed(request, scope=scope, text=text)] if isinstance(request, ChatRequest)
+        [renderer.chat_packed(request, scope=scope, text=text, replies=task.replies)]
+        if isinstance(request, ChatRequest)
         else [*renderer.completion(request, scope=scope)])
     return _hashed(task, prompts, began_at)
 

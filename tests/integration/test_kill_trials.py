@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.kill_trials import Plan, run_trials
-from loadtests.watched_stream import flaw_of
+from loadtests.watched_stream import comparable, flaw_of
 from tests.support.tiny_worker import write_tiny_model
 
 
@@ -35,3 +35,10 @@ GOOD = (b'data: {"id":"a","created":1,"choices":[{"delta":{"role":"assistant","c
 def test_the_eye_of_the_harness_sees_flaws(answer: bytes, flaw: str | None) -> None:
     found = flaw_of(answer)
     assert found is None if flaw is None else found is not None and flaw in found
+
+
+def test_only_time_cache_and_comments_may_differ() -> None:
+    other = GOOD.replace(b'"created":1', b'"created":2').replace(b"data: [DONE]", b": keep-alive\n\ndata: [DONE]")
+    assert comparable(other) == comparable(GOOD)
+    assert comparable(GOOD.replace(b'"x"', b'"y"')) != comparable(GOOD)
+    assert comparable(GOOD.replace(b'"x"', b'": keep-alive"')) != comparable(GOOD)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 READ_BYTES = 64 * 1024
+GARBAGE = b"\x00\xff]}nonsense\r\n" * 200
 
 
 @dataclass
 class Cut:
-    """After `num_bytes` of an answer (its head included): close, or fall silent with the connection open, or end our
-    side of it and keep it open."""
+    """After `num_bytes` of an answer (its head included): "abort" resets the connection, "silence" keeps it open,
+    "half-close" ends our side of it, "garbage" writes what is no HTTP, "finish" ends the body as if it were whole
+    (a little later, where a chunk ends)."""
 
     num_bytes: int
     how: str = "abort"
@@ -67,18 +69,26 @@ class _Exchange:
         while data := await reader.read(READ_BYTES):
             cut = self._cut
             if cut is not None and self._num_sent + len(data) >= cut.num_bytes:
-                writer.write(data[:cut.num_bytes - self._num_sent])
                 self._proxy.num_cut += 1
-                await writer.drain()
-                if cut.how != "abort":
-                    if cut.how == "half-close":
-                        writer.write_eof()
-                    await asyncio.Event().wait()
-                await asyncio.sleep(0.005)  # what was written is to arrive before the reset
+                await self._break(cut, data, writer)
                 return
             self._num_sent += len(data)
             writer.write(data)
             await writer.drain()
+
+
+    async def _break(self, cut: Cut, data: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(data if cut.how == "finish" else data[:cut.num_bytes - self._num_sent])
+        if cut.how == "garbage":
+            writer.write(GARBAGE)
+        if cut.how == "finish":
+            writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        if cut.how == "half-close":
+            writer.write_eof()
+        if cut.how != "abort":
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.005)  # what was written is to arrive before the reset
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from worker.prompt.chat_template import ChatTemplate
 from worker.prompt.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from worker.prompt.segment_encoder import Replies
 from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
 from worker.prompt.tool_style import style_of_template
 from worker.protocol.api_error import ApiError, invalid_request
@@ -34,23 +35,25 @@ class PromptRenderer:
         """chat_packed() as a list."""
         return self.chat_packed(request, scope=scope).tolist()
 
-    def chat_packed(self, request: ChatRequest, *, scope: str = "", text: str | None = None) -> array[int]:
+    def chat_packed(self, request: ChatRequest, *, scope: str = "", text: str | None = None,
+                    replies: Replies | None = None) -> array[int]:
         """The ids of a chat prompt as u32. `scope` names those who may notice that its beginning was seen before.
-        `text`: what chat_text() gave for it, if it has been called already.
+        `text`: what chat_text() gave for it, if it has been called already. `replies` keep their own spelling.
 
         ApiError 400: no template, tools that it ignores, what the template refuses, ids out of the vocabulary.
         """
         self._check_logit_bias(request)
         # The template writes the special tokens itself.
         token_ids = self.tokenizer.encode_packed(self.chat_text(request) if text is None else text,
-                                                 add_special_tokens=False, scope=scope)
+                                                 add_special_tokens=False, scope=scope, replies=replies)
         self._check_ids(token_ids, "messages")
         return token_ids
 
-    def chat_packed_if_known(self, request: ChatRequest, text: str, *, scope: str,
-                             max_new_chars: int) -> array[int] | None:
+    def chat_packed_if_known(self, request: ChatRequest, text: str, *, scope: str, max_new_chars: int,
+                             replies: Replies | None = None) -> array[int] | None:
         """chat_packed() in next to no time, or None: when more than so many characters of `text` are new."""
-        token_ids = self.tokenizer.encode_if_known(text, scope=scope, max_new_chars=max_new_chars)
+        token_ids = self.tokenizer.encode_if_known(text, scope=scope, max_new_chars=max_new_chars,
+                                                   replies=replies)
         if token_ids is not None:
             self._check_logit_bias(request)
             self._check_ids(token_ids, "messages")

@@ -12,14 +12,27 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from worker.prompt.prefix_encoder import PrefixEncoder
+from worker.prompt.reply_stretches import StretchKey
 from worker.prompt.segment_memory import SegmentMemory
 
 SEGMENT_BYTES_MAX = 32 << 20    # per model
-LONG_CHARS = 1024
+LONG_CHARS = 2048    # below, to look for a known beginning costs more than it saves
 
+Parts = Sequence["str | array[int]"]
 Encode = Callable[[Sequence[str]], "list[array[int]]"]     # quoted: Python 3.11 cannot subscript array
+
+
+class Replies(Protocol):
+    """Stretches that are spelled in another way; false when there are none."""
+
+    def __bool__(self) -> bool: ...
+
+    def get(self, key: StretchKey) -> array[int] | None:
+        """The ids of a stretch by what stands in front of it and its text."""
+        ...
 
 
 class SegmentEncoder:
@@ -32,22 +45,28 @@ class SegmentEncoder:
                  max_bytes: int = SEGMENT_BYTES_MAX) -> None:
         self.memory = SegmentMemory(max_bytes)
         self._split = re.compile(f"({_alternation(boundaries)})").split
+        self.contents = {token_id: content for content, token_id in boundaries.items()}
         self._ids = {content: array("I", [token_id]) for content, token_id in boundaries.items()}
         self._encode = encode
         self._prefixes = prefixes
 
-    def encode_many(self, texts: Sequence[str], scope: str = "") -> list[array[int]]:
-        """The ids of each text, all that is new in one call. What one scope remembers, no other can tell."""
-        split_texts = [self._split(text) for text in texts]
+    def encode_many(self, texts: Sequence[str], scope: str = "",
+                    replies: Replies | None = None) -> list[array[int]]:
+        """The ids of each text, all that is new in one call. What one scope remembers, no other can tell.
+
+        What `replies` knows takes the ids it has there (reply_stretches.py).
+        """
+        split_texts = [self._parts(text, replies) for text in texts]
         known: dict[str, array[int]] = {}
         new = [stretch for parts in split_texts for stretch in self._unknown(parts, scope, known)]
         if new:
             self._add(new, scope, known)
         return [self._joined(parts, known) for parts in split_texts]
 
-    def encode_if_known(self, text: str, scope: str, max_new_chars: int) -> array[int] | None:
+    def encode_if_known(self, text: str, scope: str, max_new_chars: int,
+                        replies: Replies | None = None) -> array[int] | None:
         """The ids of a text of which no more than so many characters have to be tokenised; None when it is more."""
-        parts = self._split(text)
+        parts = self._parts(text, replies)
         known: dict[str, array[int]] = {}
         new = self._unknown(parts, scope, known)
         if new:
@@ -56,11 +75,20 @@ class SegmentEncoder:
             self._add(new, scope, known)
         return self._joined(parts, known)
 
-    def _unknown(self, parts: Sequence[str], scope: str, known: dict[str, array[int]]) -> list[str]:
+    def _parts(self, text: str, replies: Replies | None) -> Parts:
+        """Stretches and boundaries in turn, a stretch at both ends; ids in place of the text of a known reply."""
+        parts = self._split(text)
+        if not replies:
+            return parts
+        known = {at: token_ids for at in range(4, len(parts), 2) if
+                 (token_ids := replies.get((parts[at - 3] + parts[at - 2] + parts[at - 1], parts[at]))) is not None}
+        return [known.get(at, part) for at, part in enumerate(parts)] if known else parts
+
+    def _unknown(self, parts: Parts, scope: str, known: dict[str, array[int]]) -> list[str]:
         """The stretches that have to be tokenised; `known` is given the ids of the others."""
         new = []
         for stretch in parts[::2]:  # between two of them is a boundary
-            if stretch and stretch not in known:
+            if stretch and isinstance(stretch, str) and stretch not in known:
                 found = self.memory.get((scope, stretch))
                 if found is not None:
                     known[stretch] = found
@@ -79,10 +107,12 @@ class SegmentEncoder:
             known[stretch] = token_ids
             self.memory.put((scope, stretch), token_ids)
 
-    def _joined(self, parts: Sequence[str], known: Mapping[str, array[int]]) -> array[int]:
+    def _joined(self, parts: Parts, known: Mapping[str, array[int]]) -> array[int]:
         token_ids, ids = array("I"), self._ids
         for number, part in enumerate(parts):
-            if number & 1:
+            if not isinstance(part, str):
+                token_ids += part
+            elif number & 1:
                 token_ids += ids[part]
             elif part:
                 token_ids += known[part]

@@ -33,6 +33,9 @@ class SegmentMemory:
         self._young_bytes = self._old_bytes = 0
         self._lock = Lock()
 
+    def __bool__(self) -> bool:
+        return bool(self._young or self._old)
+
     def __len__(self) -> int:
         return len(self._young.keys() | self._old.keys())
 
@@ -64,6 +67,14 @@ class SegmentMemory:
                 self._young, self._young_bytes = {}, 0
             self._young[key] = token_ids
             self._young_bytes += num_bytes
+
+    def discard(self, key: Key) -> None:
+        """Forget one."""
+        with self._lock:
+            if (token_ids := self._young.pop(key, None)) is not None:
+                self._young_bytes -= _charge(key, token_ids)
+            if (token_ids := self._old.pop(key, None)) is not None:
+                self._old_bytes -= _charge(key, token_ids)
 
     def clear(self) -> None:
         """Forget everything, counters included."""

@@ -20,7 +20,8 @@ from worker.prompt import tokenizer_folder
 from worker.prompt.cut_rules import HARD_TEXTS, TokenizerRules, boundary_tokens, cut_rule, cuts_hold, read_rules
 from worker.prompt.fast_bpe import FastBpe, fast_bpe
 from worker.prompt.prefix_encoder import PIECE_CHARS, PrefixEncoder
-from worker.prompt.segment_encoder import SegmentEncoder
+from worker.prompt.reply_stretches import StretchKey, reply_stretches
+from worker.prompt.segment_encoder import Replies, SegmentEncoder
 from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
 WIRE_VERSION = 1
@@ -165,14 +166,32 @@ class PromptTokenizer:
         """The ids of each text, in parallel over the texts."""
         return [token_ids.tolist() for token_ids in self._encode_packed(texts, add_special_tokens, scope)]
 
-    def encode_packed(self, text: str, *, add_special_tokens: bool, scope: str = "") -> array[int]:
-        """The ids of a text as u32 without an object each. `scope` names who may notice what was seen before."""
+    def encode_packed(self, text: str, *, add_special_tokens: bool, scope: str = "",
+                      replies: Replies | None = None) -> array[int]:
+        """The ids of a text as u32 without an object each. `scope` names who may notice what was seen before;
+        `replies` has stretches that are to keep the spelling of a model's reply."""
+        if replies and self._segments is not None and not add_special_tokens:
+            return self._segments.encode_many([text], scope, replies)[0]
         return self._encode_packed([text], add_special_tokens, scope)[0]
 
-    def encode_if_known(self, text: str, *, scope: str, max_new_chars: int) -> array[int] | None:
+    def encode_if_known(self, text: str, *, scope: str, max_new_chars: int,
+                        replies: Replies | None = None) -> array[int] | None:
         """encode_packed() without special tokens around the text, if it takes next to no time: when all but so many
         characters are remembered. Else None."""
-        return None if self._segments is None else self._segments.encode_if_known(text, scope, max_new_chars)
+        segments = self._segments
+        return None if segments is None else segments.encode_if_known(text, scope, max_new_chars, replies)
+
+    def reply_stretches(self, prompt: Sequence[int], reply: Sequence[int]) -> list[tuple[StretchKey, array[int]]]:
+        """How a later prompt that repeats this reply is recognised; see reply_stretches.py. Empty for a tokenizer
+        whose texts cannot be cut at added tokens."""
+        if self._segments is None:
+            return []
+        boundaries = self._segments.contents
+        # A special token that no template writes ends the text that can come back: an end of text.
+        end = next((at for at, token_id in enumerate(reply)
+                    if token_id in self.special_token_ids and token_id not in boundaries), len(reply))
+        return reply_stretches(prompt, reply[:end], boundaries=boundaries,
+                               decode=partial(self.decode, skip_special_tokens=False))
 
     def _encode_packed(self, texts: Sequence[str], add_special_tokens: bool, scope: str) -> list[array[int]]:
         segments, prefixes, around = self._segments, self._prefix_encoder, self._around

@@ -79,6 +79,10 @@ class HashScheme:
     exactness: str
     version: int = VERSION
 
+    def __hash__(self) -> int:
+        # Looked up several times a request; of two fields that tell schemes apart Python remembers the hashes.
+        return hash(self.seed) ^ hash(self.weights)
+
     def digest(self) -> str:
         """Hex SHA-256 over every field; safe to publish: neither the seed nor the root can be read back from it."""
         return _scheme_sha256(self, b"headstart/scheme-digest").hex()

@@ -61,7 +61,7 @@ class InternalRequest:
     """What the gateway sent. `salt` applies from token position `salt_from` on; `tenant` is for logs and limits.
 
     With `resume` there is one prompt, and at least one of its ids is no output. `tells_token_ids`: the sender wants
-    the tokens of a stream in comments.
+    the tokens of the answer too (told_tokens.py).
     """
 
     json_body: bytes

@@ -21,6 +21,7 @@ from worker.prompt.requests import CompletionRequest, EmbeddingRequest
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER, TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMMENTS
 from worker.protocol.logs import get_logger
+from worker.protocol.told_tokens import tell_behind
 from worker.server.answer_form import needs_special_tokens, tool_parser_of
 from worker.server.error_middleware import REQUEST_ID, REQUEST_ID_HEADER, internal_error
 from worker.server.generation import Generation
@@ -112,6 +113,7 @@ async def _submitted(request: web.Request, shell: Shell, admission: Admission,
         generation.abandon()
         if generation.abandoned:
             shell.metrics.observe_disconnect()
+            _log.info("client_left", request_id=generation.request_id)    # the engine has been told
 
 
 def _generation(request: web.Request, shell: Shell, admission: Admission, route: Route) -> Generation:
@@ -182,8 +184,11 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
     answer = layout.full(choices, account)
     if admission.foreign is not None:
         answer = admission.foreign.whole(answer)
-    return web.Response(body=orjson.dumps(answer), content_type="application/json",
-                        headers={CACHED_TOKENS_HEADER: str(account.cached_tokens)})
+    headers, whole = {CACHED_TOKENS_HEADER: str(account.cached_tokens)}, orjson.dumps(answer)
+    if admission.tells_token_ids:
+        told, whole = tell_behind(whole, [choice.token_ids for choice in choices])
+        headers |= told
+    return web.Response(body=whole, content_type="application/json", headers=headers)
 
 
 def _add_prompts(choices: list[FullChoice], generation: Generation, admission: Admission) -> None:
