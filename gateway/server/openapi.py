@@ -102,6 +102,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/admin/explain"): Operation(
         "The routing decision for a request that is not sent.", "Explanation", ("ChatBody", "CompletionBody"),
         (*_BODY, 401, 403, 404, 429, 503), _ADMIN, parameters=(_TENANT_QUERY,)),
+    ("GET", "/admin/cache"): Operation("The hottest prefixes, by hash.", "HotPrefixes", errors=(401,), key=_ADMIN),
+    ("POST", "/admin/prewarm"): Operation("Have a hot prefix computed on one more worker.", "Prewarmed", (
+        "PrewarmBody",), (*_BODY, 401, 404, 409, 429, 502, 503), _ADMIN),
 }
 
 
