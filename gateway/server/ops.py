@@ -94,11 +94,11 @@ class OpsRoutes:
         return json_response({"id": worker_id, "state": "draining"}, status=202)
 
     async def _cache(self, request: BaseRequest) -> web.Response:
-        self._authorise(request)
+        self.authorise(request)
         return json_response({"prefixes": self._prewarmer.cache()})
 
     async def _prewarm(self, request: BaseRequest) -> web.Response:
-        self._authorise(request)
+        self.authorise(request)
         return json_response(await self._prewarmer.prewarm(await read_body(request, self._max_body_bytes)))
 
     async def _explain(self, request: BaseRequest) -> web.Response:

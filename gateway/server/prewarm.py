@@ -29,7 +29,8 @@ PREWARMS_MAX = 8
 
 
 class PrewarmBody(msgspec.Struct):
-    """The body of POST /admin/prewarm. `hash` as GET /admin/cache shows it; without `worker` the least busy one that does not hold the prefix."""
+    """The body of POST /admin/prewarm. `hash` as GET /admin/cache shows it; without `worker` the least busy one that
+    does not hold the prefix."""
 
     hash: Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
     worker: str | None = None
