@@ -6,7 +6,8 @@ values.
     total_s = prefill_s + queue_s + steps_s + room_s + others_s + evict_s + price_s - session_s
 
 Until our first token:
-    prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to
+    prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to; what has to be loaded
+               from a slower tier counts a part of what computing it would
     queue_s    prompts before ours: the larger of what we sent (ledger) and what the worker reports, never their sum
     steps_s    decode steps in between: half of the one that runs, and one for each batch of prefill
     room_s     waiting for memory, when prompt and queue do not fit beside what streams hold: until enough have ended
@@ -46,6 +47,8 @@ DEFAULT_DECODE_STEP_S = 0.02
 EXPECTED_OUTPUT_TOKENS_MAX = 4096
 # Positions over which attention costs as much again as the linear layers.
 ATTENTION_DOUBLING_TOKENS = 16384
+# Loading a token's K/V from host memory or disk, against computing it; until workers measure it.
+SLOW_TIER_RATIO = 0.1
 # Positions of prefill that share a step with the decoding streams.
 BATCH_TOKENS = 8192
 # One stream's least share of a decode step.
@@ -150,6 +153,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     context = context if context > reported else reported
 
     prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
+    if match[2]:
+        prefill_s += SLOW_TIER_RATIO * match[2] * view.block_size * token_s
     queue_s = queued * token_s
     steps_s = (0.5 + (queued + uncached) / BATCH_TOKENS) * step_s if num_active else 0.0
     stream_step_s = STREAM_STEP_SHARE * step_s

@@ -40,6 +40,7 @@ from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
 from gateway.server.openapi import OpenApiRoute
 from gateway.server.ops import OpsRoutes
+from gateway.server.prewarm import Prewarmer
 from gateway.server.probes import Probes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
@@ -96,6 +97,7 @@ class Gateway:
                                 bet_ttl=BetTtl(config.speculative_ttl_s, config.approximate_ttl_s),
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
                                 notes=None if membership is None else membership.notes)
+        self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
@@ -178,7 +180,7 @@ class Gateway:
                      prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
         ops = OpsRoutes(self.state, self._generate, probes=self._probes, admin_token=self._admin_token.value,
                         request_drain=self._poll.request_drain if together is None else together.drain,
-                        whole_metrics=None if together is None else together.whole_metrics)
+                        prewarmer=self._prewarmer, whole_metrics=None if together is None else together.whole_metrics)
         ops.add_probes(main)
         ops.add_probes(ops_only)
         ops.add_admin(main if config.ops_port is None else ops_only)

@@ -19,16 +19,17 @@ from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTa
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
+from gateway.routing.hot_prefixes import Sighting
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
-from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
+from gateway.server.learning import Learning
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
-from worker.protocol.block_hash import HashScheme
+from worker.protocol.block_hash import ExtraKeyKind, HashScheme
 
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
@@ -43,13 +44,15 @@ APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it 
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a decision needs of a request. `max_tokens` None: up to the end of the context."""
+    """What a decision needs of a request. `max_tokens` None: up to the end of the context. `session`: a key by which
+    it and other turns of it are known, whose it is included."""
 
     model: str
     prepared: PreparedPrompt
     max_tokens: int | None
     num_choices: int = 1
     stream: bool = False
+    session: str | None = None
 
     @property
     def is_one_sequence(self) -> bool:
@@ -142,7 +145,7 @@ class Dispatcher:
         self._max_inflight = max_inflight
         self._breakers = breakers
         self._turns = itertools.count()
-        self._outputs = OutputLength()
+        self.learning = Learning()
         self._notes = notes
         if notes is not None:
             notes.on_bet = self._bet_was_placed
@@ -169,12 +172,14 @@ class Dispatcher:
         # When nobody serves, the policy is shown the others too and says why none of them can.
         endpoints = self._table.serving(prompt.model) or self._table.joined(prompt.model)
         given = PickInput(
-            endpoints=[endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in endpoints],
+            endpoints=self.learning.with_rates([endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
+                                                for endpoint in endpoints], prompt.num_prompt_tokens),
+            session_endpoint_id=self.learning.endpoint_of(prompt.session),
             prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model,
             excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
             context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
-            expected_output_tokens=self._outputs.expected(prompt.model, prompt.max_tokens),
+            expected_output_tokens=self.learning.outputs.expected(prompt.model, prompt.max_tokens),
             random_ratio=random.random(), turn=next(self._turns), now=time.monotonic(),
             shared_ratio=self._ledger.shared_ratio)
         decision = self._policy(given)
@@ -189,11 +194,6 @@ class Dispatcher:
         """Until the best worker would send the first byte; None when none can take it."""
         decision = self.decide(prompt, frozenset())
         return None if isinstance(decision, NoEndpoint) else _expected_prefill_s(decision)
-
-    def answered(self, record: RequestRecord) -> None:
-        """A request has ended: what it generated says how long answers of its model are."""
-        if record.outcome == "ok" and record.model is not None and record.completion_tokens:
-            self._outputs.observe(record.model, record.completion_tokens)
 
     def is_overbooked(self, placement: Placement) -> bool:
         """Whether another process of this gateway booked the worker's last place in the same moment."""
@@ -229,7 +229,18 @@ class Dispatcher:
         chain = prompt.prepared.hashes.get(endpoint.scheme) if endpoint.scheme is not None else None
         matched_blocks = decision.matched_tokens // endpoint.scheme.block_size if chain and endpoint.scheme else 0
         return Footprint(chain or (), matched_blocks, decision.matched_tokens,
-                         self._outputs.expected(prompt.model, prompt.max_tokens), time.monotonic())
+                         self.learning.outputs.expected(prompt.model, prompt.max_tokens), time.monotonic())
+
+    def note_prefix(self, prompt: RoutedPrompt, endpoint: Endpoint, known_tokens: int) -> None:
+        """So much of the prompt was known somewhere: it may be a prefix that many ask for."""
+        chain = prompt.prepared.hashes.get(endpoint.scheme) if endpoint.scheme is not None else None
+        if not chain or endpoint.scheme is None:
+            return
+        block_size, salt = endpoint.scheme.block_size, prompt.prepared.salt
+        if any(key.kind is not ExtraKeyKind.GATEWAY_SALT for key in salt.extra_keys):
+            return  # adapters and salts of bodies: a prewarm could not hash it alike
+        self.learning.hot.note(Sighting(prompt.model, chain, known_tokens // block_size, prompt.prepared.prompts[0],
+                                        block_size, salt.internal, salt.salt_from), time.monotonic())
 
     def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:
         report = endpoint.report
@@ -264,7 +275,8 @@ class Dispatcher:
             return {"decision": None, "reason": decision.reason, "detail": decision.message}
         return {"decision": {name: getattr(decision, name) for name in EXPLAINED},
                 "prompt_tokens": prompt.num_prompt_tokens,
-                "candidates": [cost._asdict() for cost in decision.candidates]}
+                "candidates": [{**cost._asdict(), "first_token_s": cost.first_token_s}
+                               for cost in decision.candidates]}
 
 
 class Choosing:
@@ -310,10 +322,15 @@ class Choosing:
         record, decision = self._record, placement.decision
         knowledge = placement.endpoint.knowledge
         record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
+        report = placement.endpoint.report
+        rates = (0.0, 0.0) if report is None else (report.rates.prefill_tokens_per_s, report.rates.decode_step_s)
+        self._dispatcher.learning.placed(record, decision, self._prompt.session, reported=rates)
         record.matched_tokens = decision.matched_tokens
         is_comparable = self._prompt.is_one_sequence and knowledge is not Knowledge.NONE
         record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
+        if record.cacheable_tokens:
+            self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
 
 
 def _all_of(*parts: frozenset[str]) -> frozenset[str]:

@@ -177,7 +177,7 @@ class Generate:
             self._tasks.discard(task)
             duration_s = time.monotonic() - record.began_at
             self._metrics.observe(record, duration_s)
-            self._dispatcher.answered(record)
+            self._dispatcher.learning.ended(record)
             self._request_log.add(record, duration_s)
 
     async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
@@ -251,7 +251,10 @@ class Generate:
             replies=None if owner is None else self._remembering.memory.of(owner))
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
-        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream)
+        # A session is its tenant's: equal keys of two tenants are two sessions.
+        session = f"{tenant.tenant_id}/{parsed.prompt_cache_key}" if parsed.prompt_cache_key else None
+        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream,
+                              session)
         return Intake(route, body, parsed, routed, tenant, reference.model, way,
                       self._remembering.learner(owner, reference.renderer, prepared, scope))
 

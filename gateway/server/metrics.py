@@ -28,10 +28,12 @@ from gateway.server.tally import Buckets, Tally
 
 T = TypeVar("T")
 OTHER = "other"
+LEAST_EXPECTED_S = 1e-4
 READ_RETRIES_MAX = 3
 LOOP_LAG_INTERVAL_S = 0.5
 _LATENCY_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STAGE_BUCKETS = (.00001, .00003, .0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3)
+_RATIO_BUCKETS = (.1, .25, .5, .7, .8, .9, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKEN_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384)
 
 
@@ -56,13 +58,16 @@ class GatewayMetrics:
                                     ["model", "source"])
         self._hit_error = Buckets("headstart_hit_error_tokens", "Distance of the reported from the predicted hit.",
                                   _TOKEN_BUCKETS, ["direction"])
+        self._ttft_error = Buckets("headstart_first_token_observed_to_predicted_ratio",
+                                   "Streams' time from the choice of a worker to its first token, over what was "
+                                   "predicted.", _RATIO_BUCKETS)
         self._decisions = Tally("headstart_decisions", "Where requests went, and why.", ["worker", "reason"])
         self._session_cached = Tally("headstart_session_cached_tokens", "Of those cacheable, found.")
         self._session_cacheable = Tally("headstart_session_cacheable_tokens",
                                         "Known prefix tokens of requests that continue one.")
         for collector in (self._requests, self._ttft, self._inter_token, self._duration, self._overhead,
-                          self._prompt_tokens, self._cached_tokens, self._hit_error, self._decisions,
-                          self._session_cached, self._session_cacheable):
+                          self._prompt_tokens, self._cached_tokens, self._hit_error, self._ttft_error,
+                          self._decisions, self._session_cached, self._session_cacheable):
             registry.register(collector)
         self._session_sums = [0, 0]
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
@@ -146,6 +151,9 @@ class GatewayMetrics:
     def _observe_answer(self, record: RequestRecord, model: str, ttft_s: float) -> None:
         if record.status == 200:
             self._ttft.observe(ttft_s)
+        first_token_s, expected = record.first_token_s, record.expected
+        if first_token_s is not None and expected is not None and expected.endpoint_id == record.worker_id:
+            self._ttft_error.observe(first_token_s / max(expected.first_token_s, LEAST_EXPECTED_S))
         if record.stream and record.outcome == "worker_error":
             self._broken_streams.labels(record.error or OTHER).inc()
         if record.inter_token_s is not None:

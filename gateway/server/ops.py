@@ -19,6 +19,7 @@ from gateway.knowledge.endpoint_table import Endpoint
 from gateway.server.generate import Generate
 from gateway.server.generate_route import CHAT, COMPLETIONS
 from gateway.server.http import Routes, json_response, read_body
+from gateway.server.prewarm import Prewarmer
 from gateway.server.probes import LIVEZ, METRICS, METRICS_TYPE, READYZ, ProbeAnswer, Probes
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -34,7 +35,7 @@ class OpsRoutes:
 
     def __init__(self, state: GatewayState, generate: Generate, *, probes: Probes, admin_token: str,
                  request_drain: Callable[[str], Awaitable[None]],
-                 whole_metrics: Callable[[], Awaitable[bytes]] | None = None) -> None:
+                 prewarmer: Prewarmer, whole_metrics: Callable[[], Awaitable[bytes]] | None = None) -> None:
         self._table = state.table
         self._index = state.index
         self._ledger = state.ledger
@@ -46,6 +47,7 @@ class OpsRoutes:
         self._generate = generate
         self._admin_token = admin_token.encode()
         self._request_drain = request_drain
+        self._prewarmer = prewarmer
         self._whole_metrics = whole_metrics
 
     def add_probes(self, routes: Routes) -> None:
@@ -63,6 +65,8 @@ class OpsRoutes:
         routes.add("GET", "/admin/workers", self._workers)
         routes.add_prefix("POST", WORKERS_PREFIX, self._drain)
         routes.add("POST", "/admin/explain", self._explain)
+        routes.add("GET", "/admin/cache", self._cache)
+        routes.add("POST", "/admin/prewarm", self._prewarm)
 
     async def _livez(self, request: BaseRequest) -> web.Response:
         return _response(self._probes.livez())
@@ -88,6 +92,14 @@ class OpsRoutes:
             raise ApiError(404, "worker_not_found", f"There is no worker {worker_id[:200]!r}; see /admin/workers.")
         await self._request_drain(worker_id)
         return json_response({"id": worker_id, "state": "draining"}, status=202)
+
+    async def _cache(self, request: BaseRequest) -> web.Response:
+        self._authorise(request)
+        return json_response({"prefixes": self._prewarmer.cache()})
+
+    async def _prewarm(self, request: BaseRequest) -> web.Response:
+        self._authorise(request)
+        return json_response(await self._prewarmer.prewarm(await read_body(request, self._max_body_bytes)))
 
     async def _explain(self, request: BaseRequest) -> web.Response:
         """A request's body in, the decision out, for the tenant of `?tenant=ID`; nothing is booked or sent."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gateway.errors import Rejected
 from gateway.relay.relay import StreamEnd
 from gateway.relay.sse import Usage
+from gateway.routing.cost import CandidateCost
 from worker.protocol.api_error import ApiError
 
 STAGES = ("parse", "tokenize", "hash", "match", "pick", "connect")
@@ -25,6 +26,7 @@ class RequestRecord:
     `confirmed_tokens` and `matched_tokens` bound what the worker should report as cached; None: not comparable.
     `cacheable_tokens` is the longest match on any worker: what the best choice for the cache alone would have found.
     `moved_to`: workers that went on with a stream after another one was lost.
+    `expected` is what the worker chosen at `placed_at` was reckoned to cost.
     `rejected` says which limit of the gateway refused, in more words than the error's code.
     `outcome`: ok, client_error, client_left, no_worker, worker_error, or gateway_error for our own bugs.
     """
@@ -51,6 +53,8 @@ class RequestRecord:
     moved_to: list[str] = field(default_factory=list)
     queued_s: float | None = None
     ttft_s: float | None = None
+    placed_at: float | None = None
+    expected: CandidateCost | None = None
     inter_token_s: float | None = None
     admitted: bool = False
     status: int = 500
@@ -61,6 +65,13 @@ class RequestRecord:
     def first_byte(self) -> None:
         """The first body bytes are about to go to the client."""
         self.ttft_s = time.monotonic() - self.began_at
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From the choice of the worker to its first token; None where the first byte is not that, or another's."""
+        if not (self.stream and self.admitted) or self.ttft_s is None or self.placed_at is None or self.retries:
+            return None
+        return self.began_at + self.ttft_s - self.placed_at
 
     def reported(self, usage: Usage | None) -> None:
         """What the worker says it did; a figure already known from its headers stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import stat
@@ -180,6 +181,22 @@ async def test_explain_decides_and_sends_nothing() -> None:
         assert answer.body.count(b'"endpoint_id"') == 3  # the decision and both candidates
         assert not any(stub.seen for stub in stubs)
         assert (await gateway.worker())["speculative_blocks"] == 0
+
+
+async def test_predictions_are_shown_and_measured_and_a_session_keeps_its_worker() -> None:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN) for _ in range(2)]
+    async with running(*stubs), running_gateway(*(stub.url for stub in stubs)) as gateway:
+        await gateway.until_exact(num_workers=2)
+        body = {"model": "stub", "stream": True, "prompt_cache_key": "mine",
+                "messages": [{"role": "user", "content": "hi"}]}
+        served = {(await gateway.send("POST", CHAT, payload=body)).headers["x-headstart-worker"] for _ in range(8)}
+        assert len(served) == 1
+        explained = json.loads((await gateway.send("POST", "/admin/explain", payload=body, headers=ADMIN)).body)
+        by_id = {cost["endpoint_id"]: cost for cost in explained["candidates"]}
+        assert by_id[served.pop()]["session_s"] > 0
+        assert all(cost["first_token_s"] >= cost["prefill_s"] > 0 for cost in by_id.values())
+        metrics = (await gateway.send("GET", "/metrics")).body.decode()
+        assert "headstart_first_token_observed_to_predicted_ratio_count 8.0" in metrics
 
 
 async def test_ops_port_takes_the_operators_routes_off_the_main_one() -> None:

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from loadtests.local_stack import Child
-from tests.support.gateway_in_process import Answer, GatewayUnderTest, running_gateway
+from tests.support.gateway_in_process import ADMIN, Answer, GatewayUnderTest, running_gateway
 from tests.support.tiny_tokenizer import TOOL_TEMPLATE
 from tests.support.tiny_worker import WORKER_TOKEN, running_tiny_worker, write_tiny_model
 
@@ -126,3 +126,33 @@ async def test_tools_and_schemas_through_the_gateway(gateway: GatewayUnderTest) 
     schema["json_schema"] = {"name": "x", "schema": {"type": "nothing"}}
     bad = await gateway.send("POST", "/v1/chat/completions", payload={**asked, "response_format": schema})
     assert (bad.status, bad.error["param"]) == (400, "response_format")
+
+
+async def test_a_hot_prefix_is_listed_without_text_and_computed_elsewhere_ahead_of_need(
+        gateway: GatewayUnderTest) -> None:
+    text = "hot: " + TEXT
+    for end in ("one", "two", "three", "four"):
+        answer, _, _ = await complete(gateway, text + end)
+    holder = answer.headers["x-headstart-worker"]
+    listed = await gateway.send("GET", "/admin/cache", headers=ADMIN)
+    assert b"shared beginning" not in listed.body
+    hottest = orjson.loads(listed.body)["prefixes"][0]
+    assert (hottest["model"], hottest["workers"]) == ("tiny", [holder])
+    assert hottest["hits"] >= 2
+    done = await gateway.send("POST", "/admin/prewarm", payload={"hash": hottest["hash"]}, headers=ADMIN)
+    assert done.status == 200, done.body
+    other = orjson.loads(done.body)["worker"]
+    assert other not in (holder, None)
+    again = await gateway.send("POST", "/admin/prewarm", payload={"hash": hottest["hash"], "worker": other},
+                               headers=ADMIN)
+    assert orjson.loads(again.body)["cached_tokens"] >= hottest["tokens"] - 1
+
+
+@pytest.mark.parametrize(("payload", "status", "param"), [
+    ({"hash": "zz"}, 400, "hash"), ({"hash": "12"}, 404, "hash"), ({}, 400, "hash"), ({"hash": 1}, 400, "hash")])
+async def test_a_prewarm_of_nothing_says_so(gateway: GatewayUnderTest, payload: dict[str, Any], status: int,
+                                            param: str) -> None:
+    answer = await gateway.send("POST", "/admin/prewarm", payload=payload, headers=ADMIN)
+    assert (answer.status, answer.error["param"]) == (status, param)
+    assert (await gateway.send("POST", "/admin/prewarm", payload=payload)).status == 401
+    assert (await gateway.send("GET", "/admin/cache")).status == 401

@@ -113,6 +113,19 @@ def test_case(case: Case) -> None:
     assert (decision.endpoint_id, decision.reason, decision.matched_tokens) == case.expect
 
 
+@pytest.mark.parametrize("prefill", [1e-6, 0.0, 4000.0, 1e12])
+@pytest.mark.parametrize("step", [0.0, 1e-9, 1e6])
+def test_rates_that_are_all_wrong_alike_leave_a_sane_order(prefill: float, step: float) -> None:
+    """Least work first: a hit before a queue before both cold and queued."""
+    fleet = [endpoint(name, prefill_tokens_per_s=prefill, decode_step_s=step) for name in "abc"]
+    loads = {"b": LoadView(1, 1200, 0), "c": LoadView(1, 1200, 0)}
+    decision = pick(given(*fleet, matches={"a": Match(50, 0), "b": Match(50, 0)}, loads=loads))
+    assert isinstance(decision, RoutingDecision)
+    totals = {cost.endpoint_id: cost.total_s for cost in decision.candidates}
+    assert decision.endpoint_id == "a"
+    assert totals["a"] < totals["b"] < totals["c"]
+
+
 class Fleet:
     """A gateway's routing state without a gateway: pick, book and speculate as one step."""
 

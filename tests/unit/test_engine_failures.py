@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from typing import Any
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ class SpoilingModel:
     def __init__(self, model: PagedModel, spoilt: list[int]) -> None:
         self._model, self._spoilt, self.spec = model, spoilt, model.spec
 
-    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        logits = self._model.forward(batch, storage).clone()
+    def forward(self, batch: ForwardBatch, storage: KVStorage, *others: Any) -> torch.Tensor:
+        logits = self._model.forward(batch, storage, *others).clone()
         logits[self._spoilt, 7] = torch.nan
         return logits
 

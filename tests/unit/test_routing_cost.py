@@ -13,6 +13,7 @@ from gateway.routing.cost import (
     PRICE_MAX_S,
     ROOM_KEPT_RATIO,
     SESSION_BONUS_TOKENS,
+    SLOW_TIER_RATIO,
     STREAM_WEIGHT,
     CandidateCost,
     Rates,
@@ -35,6 +36,12 @@ def cost(endpoint: EndpointView, match: Match = NO_MATCH, load: LoadView = NO_LO
          shared_ratio: float = 1.0) -> CandidateCost:
     return candidate_cost(endpoint, match, load, Work(prompt_tokens, expected_output_tokens, now, shared_ratio),
                           rates=Rates(), in_session=in_session)
+
+
+def test_a_slower_tier_lies_between_a_hit_and_computing() -> None:
+    fast, slow, none = (cost(view(), match).total_s for match in (Match(50, 0), Match(50, 0, 30), Match(20, 0)))
+    assert fast < slow < none
+    assert slow - fast == pytest.approx(SLOW_TIER_RATIO * 30 * 16 / 1000.0)
 
 
 def test_the_worked_example_at_the_top_of_the_file() -> None:

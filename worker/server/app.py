@@ -20,7 +20,7 @@ from worker.engine.engine_config import EngineConfig
 from worker.prompt.messages_body import COUNT_TOKENS
 from worker.protocol.http_mistakes import PrivateAppRunner
 from worker.protocol.logs import configure_logging, get_logger
-from worker.server import handlers, kv_routes, model_routes, ops_routes
+from worker.server import handlers, kv_routes, model_routes, ops_routes, prewarm_route
 from worker.server.error_middleware import error_middleware
 from worker.server.events_publisher import EventsPublisher, PortTakenError
 from worker.server.intake import FOREIGN
@@ -66,6 +66,7 @@ def build_app(shell: Shell) -> web.Application:
     app.router.add_get("/kv", kv_routes.kv_state)
     app.router.add_get("/kv/snapshot", kv_routes.kv_snapshot)
     app.router.add_post("/kv/reset", kv_routes.kv_reset)
+    app.router.add_post(prewarm_route.ROUTE, prewarm_route.prewarm)
     app.router.add_post("/abort", kv_routes.abort)
     app.router.add_get("/livez", ops_routes.livez)
     app.router.add_get("/readyz", ops_routes.readyz)

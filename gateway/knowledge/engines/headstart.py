@@ -22,6 +22,7 @@ from worker.protocol.cache_events import BlockStored, CacheEventError, SnapshotH
 
 REQUEST_TIMEOUT_S = 5.0
 SNAPSHOT_TIMEOUT_S = 60.0
+PREWARM_TIMEOUT_S = 120.0
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 NOT_MODIFIED = 304
@@ -76,6 +77,12 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 AdapterDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Prewarmed(msgspec.Struct, frozen=True):
+    """What POST /kv/prewarm found already cached."""
+
+    cached_tokens: int
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
@@ -158,6 +165,17 @@ class HeadstartWorker:
             return [int(token) for token in orjson.loads(body)["tokens"]]
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise WorkerNotUnderstood(f"{self.worker.url}/tokenize: the answer has no token list") from error
+
+    async def prewarm(self, token_ids: list[int], salt: bytes | None, salt_from: int) -> Prewarmed:
+        """POST /kv/prewarm; returns when the blocks are there."""
+        payload = orjson.dumps({"token_ids": token_ids, "salt": None if salt is None else salt.hex(),
+                                "salt_from": salt_from})
+        async with self._request("POST", "/kv/prewarm", body=payload, timeout_s=PREWARM_TIMEOUT_S) as response:
+            body = await _bounded_body(response, MAX_ANSWER_BYTES)
+        try:
+            return msgspec.json.decode(body, type=Prewarmed)
+        except msgspec.MsgspecError as error:
+            raise WorkerNotUnderstood(f"{self.worker.url}/kv/prewarm: {error}") from error
 
     async def snapshot(self) -> Snapshot:
         """GET /kv/snapshot: what the worker's cache holds, parents before children."""

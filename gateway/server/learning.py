@@ -1,0 +1,103 @@
+"""What routing learns from requests: how long answers are, how fast workers are, who served a session, what is hot.
+
+Owns the four memories; this is the shell that feeds the pure estimators with instants. Must never: decide.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from gateway.routing.endpoint import EndpointView
+from gateway.routing.hot_prefixes import HotPrefixes
+from gateway.routing.output_length import OutputLength
+from gateway.routing.picker import RoutingDecision
+from gateway.routing.rate_estimator import RateEstimator, batch_bucket, length_bucket, settled
+from gateway.routing.session_affinity import SessionAffinity
+from gateway.server.request_record import RequestRecord
+
+
+class Learning:
+    """Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self.outputs = OutputLength()
+        self.hot = HotPrefixes()
+        self._rates = RateEstimator()
+        self._sessions = SessionAffinity()
+        self._epochs: dict[str, str] = {}
+        self._reported: dict[str, tuple[float, float]] = {}
+        self._odd: dict[str, frozenset[str]] = {}   # by endpoint: where observations are far from its report
+
+    def endpoint_of(self, session: str | None) -> str | None:
+        """Who served this session last."""
+        return self._sessions.endpoint_of(session, now=time.monotonic()) if session is not None else None
+
+    def with_rates(self, views: list[EndpointView], prompt_tokens: int) -> list[EndpointView]:
+        """The views with the rates to reckon with: one of a length for all, so that more cache never costs more.
+
+        Observations are looked up only for an endpoint that reports no rates or was seen to be at odds with them.
+        """
+        odd = self._odd
+        if not odd and all(view.prefill_tokens_per_s and view.decode_step_s for view in views):
+            return views
+        now = time.monotonic()
+        return [self._with_rates(view, prompt_tokens, now) if view.endpoint_id in odd
+                or not (view.prefill_tokens_per_s and view.decode_step_s) else view for view in views]
+
+    def placed(self, record: RequestRecord, decision: RoutingDecision, session: str | None, *,
+               reported: tuple[float, float]) -> None:
+        """The request goes there, and this is what is expected of it. `reported`: the worker's own rates."""
+        now = time.monotonic()
+        if session is not None:
+            self._sessions.served(session, decision.endpoint_id, now=now)
+        if self._epochs.get(decision.endpoint_id) != decision.epoch:
+            self._epochs[decision.endpoint_id] = decision.epoch
+            self._rates.forget(decision.endpoint_id)
+            self._odd.pop(decision.endpoint_id, None)
+        self._reported[decision.endpoint_id] = reported
+        record.placed_at, record.expected = now, decision.cost
+
+    def ended(self, record: RequestRecord) -> None:
+        """Compare what came with what was expected. A stream's first byte is its first token; other answers', not."""
+        if record.outcome != "ok" or record.model is None:
+            return
+        if record.completion_tokens:
+            self.outputs.observe(record.model, record.completion_tokens)
+        expected, first_token_s = record.expected, record.first_token_s
+        if expected is None or first_token_s is None or record.worker_id != expected.endpoint_id:
+            return
+        if not expected.room_s:   # waiting for memory says nothing about speed
+            self._saw_prefill(expected.endpoint_id, expected.uncached_tokens + expected.queued_tokens,
+                              first_token_s - expected.steps_s)
+        if record.inter_token_s is not None:
+            self._saw_step(expected.endpoint_id, expected.num_active + 1, record.inter_token_s)
+
+    def _saw_prefill(self, endpoint_id: str, tokens: int, seconds: float) -> None:
+        now = time.monotonic()
+        self._rates.first_token(endpoint_id, tokens, seconds, now=now)
+        observed = self._rates.prefill_tokens_per_s(endpoint_id, tokens, now=now)
+        self._compare(endpoint_id, f"prefill {length_bucket(tokens)}", self._reported[endpoint_id][0], observed)
+
+    def _saw_step(self, endpoint_id: str, num_streams: int, seconds: float) -> None:
+        now = time.monotonic()
+        self._rates.inter_token(endpoint_id, num_streams, seconds, now=now)
+        observed = self._rates.decode_step_s(endpoint_id, num_streams, now=now)
+        self._compare(endpoint_id, f"step {batch_bucket(num_streams)}", self._reported[endpoint_id][1], observed)
+
+    def _compare(self, endpoint_id: str, what: str, reported: float, observed: float) -> None:
+        at_odds = self._odd.get(endpoint_id, frozenset())
+        at_odds = at_odds - {what} if settled(reported, observed) == reported else at_odds | {what}
+        if at_odds:
+            self._odd[endpoint_id] = at_odds
+        else:
+            self._odd.pop(endpoint_id, None)
+
+    def _with_rates(self, view: EndpointView, prompt_tokens: int, now: float) -> EndpointView:
+        prefill = settled(view.prefill_tokens_per_s,
+                          self._rates.prefill_tokens_per_s(view.endpoint_id, prompt_tokens, now=now))
+        step_s = settled(view.decode_step_s,
+                         self._rates.decode_step_s(view.endpoint_id, view.num_running + 1, now=now))
+        if prefill == view.prefill_tokens_per_s and step_s == view.decode_step_s:
+            return view
+        return replace(view, prefill_tokens_per_s=prefill, decode_step_s=step_s)

@@ -1,0 +1,73 @@
+"""Rates at odds with what streams took are replaced; those that agree are left alone, and looked up by nobody."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gateway.routing.endpoint import EndpointView
+from gateway.routing.picker import PickInput, RoutingDecision, pick
+from gateway.server.learning import Learning
+from gateway.server.request_record import RequestRecord
+
+REPORTED = (4000.0, 0.02)
+
+
+def decided(epoch: str = "1") -> RoutingDecision:
+    decision = pick(PickInput([EndpointView("a", epoch, prefill_tokens_per_s=REPORTED[0], decode_step_s=REPORTED[1])],
+                              prompt_tokens=1000, matches={}))
+    assert isinstance(decision, RoutingDecision)
+    return decision
+
+
+def stream(learning: Learning, *, first_token_s: float, inter_token_s: float = 0.02, epoch: str = "1",
+           reported: tuple[float, float] = REPORTED) -> None:
+    """One that has ended, `first_token_s` after its worker was chosen."""
+    record = RequestRecord("id", "/", model="m", stream=True, worker_id="a", admitted=True, outcome="ok",
+                           completion_tokens=10, inter_token_s=inter_token_s)
+    learning.placed(record, decided(epoch), None, reported=reported)
+    assert record.placed_at is not None
+    record.ttft_s = record.placed_at + first_token_s - record.began_at
+    learning.ended(record)
+
+
+def rates(learning: Learning, reported: tuple[float, float] = REPORTED) -> tuple[float, float]:
+    [view] = learning.with_rates([EndpointView("a", "1", prefill_tokens_per_s=reported[0],
+                                               decode_step_s=reported[1])], 1000)
+    return view.prefill_tokens_per_s, view.decode_step_s
+
+
+def test_a_report_that_agrees_is_left_alone() -> None:
+    learning = Learning()
+    for _ in range(5):
+        stream(learning, first_token_s=0.3)
+    views = [EndpointView("a", "1", prefill_tokens_per_s=4000.0, decode_step_s=0.02)]
+    assert learning.with_rates(views, 1000) is views
+
+
+def test_a_report_far_off_gives_way_and_comes_back_with_a_new_life() -> None:
+    learning = Learning()
+    for _ in range(5):
+        stream(learning, first_token_s=10.0, inter_token_s=0.5)
+    assert rates(learning) == pytest.approx((100.0, 0.5))
+    stream(learning, first_token_s=0.25, epoch="2")
+    assert rates(learning) == REPORTED
+
+
+def test_an_engine_without_rates_is_judged_by_what_its_streams_take() -> None:
+    learning = Learning()
+    assert rates(learning, (0.0, 0.0)) == (0.0, 0.0)
+    for _ in range(5):
+        stream(learning, first_token_s=0.5, inter_token_s=0.03, reported=(0.0, 0.0))
+    assert rates(learning, (0.0, 0.0)) == pytest.approx((2000.0, 0.03))
+
+
+def test_what_is_no_streams_first_token_teaches_nothing() -> None:
+    learning = Learning()
+    record = RequestRecord("id", "/", model="m", stream=False, worker_id="a", admitted=True, outcome="ok")
+    for _ in range(5):
+        learning.placed(record, decided(), None, reported=REPORTED)
+        record.ttft_s = time.monotonic() - record.began_at + 50.0
+        learning.ended(record)
+    assert rates(learning) == REPORTED

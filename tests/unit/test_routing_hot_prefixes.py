@@ -1,0 +1,60 @@
+"""Hot prefixes: counted from the second sighting on, bounded, the coldest first to go."""
+
+from __future__ import annotations
+
+import random
+
+from gateway.routing.hot_prefixes import BLOCKS_MIN, HALF_LIFE_S, HotPrefixes, Sighting
+
+
+def sighting(first: int, depth: int = 8, own: int = 0) -> Sighting:
+    """A prompt of `depth` known blocks and two of its own; its tokens are its block's number."""
+    chain = [first * 1000 + index for index in range(depth)] + [10**6 + own, 10**6 + own + 1]
+    return Sighting("m", chain, depth, [first * 1000 + index // 4 for index in range(4 * len(chain))], 4, b"salt", 16)
+
+
+def test_a_prefix_counts_from_its_second_sighting_on() -> None:
+    hot = HotPrefixes()
+    hot.note(sighting(1, own=1), 0.0)
+    assert len(hot) == 0
+    for number in range(3):
+        hot.note(sighting(1, own=2 + number), 1.0)
+    [(key, prefix)] = hot.hottest(10, 1.0)
+    assert key == 1007
+    assert (prefix.num_hits, prefix.num_tokens, prefix.chain) == (4, 32, tuple(range(1000, 1008)))
+    assert prefix.token_ids() == [1000 + index // 4 for index in range(32)]
+    assert (prefix.salt, prefix.salt_from) == (b"salt", 16)
+    assert hot.get(1007) is prefix
+    assert hot.get(1006) is None
+
+
+def test_a_conversation_that_grows_fills_nothing_and_short_ones_neither() -> None:
+    hot = HotPrefixes()
+    for depth in range(1, 60):
+        hot.note(sighting(1, depth), float(depth))
+    for _ in range(5):
+        hot.note(sighting(2, BLOCKS_MIN - 1), 60.0)
+    assert len(hot) == 0
+
+
+def test_what_was_hot_cools_down() -> None:
+    hot = HotPrefixes()
+    for _ in range(20):
+        hot.note(sighting(1), 0.0)
+    for _ in range(4):
+        hot.note(sighting(2), 0.0)
+    assert [key for key, _ in hot.hottest(1, 0.0)] == [1007]
+    later = 5 * HALF_LIFE_S
+    for _ in range(3):
+        hot.note(sighting(2), later)
+    assert [key for key, _ in hot.hottest(1, later)] == [2007]
+
+
+def test_bounds_hold_whatever_comes_and_the_hottest_stays() -> None:
+    draw, hot = random.Random(1), HotPrefixes(prefixes_max=5, tokens_max=200)
+    for step in range(3000):
+        hot.note(sighting(0), float(step))
+        hot.note(sighting(draw.randrange(1, 40), draw.randrange(BLOCKS_MIN, 80)), float(step))
+        assert len(hot) <= 5
+        assert hot.num_tokens == sum(prefix.num_tokens for _, prefix in hot.hottest(99, float(step))) <= 200
+    assert hot.get(7) is not None
