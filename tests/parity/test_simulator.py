@@ -111,6 +111,9 @@ def test_with_one_ledger_each_replica_sees_what_the_other_books() -> None:
     assert joined.gateways[0]._ledger is joined.gateways[1]._ledger
     assert apart.gateways[0]._ledger is not apart.gateways[1]._ledger
     assert all(load.num_inflight == 0 for load in joined.gateways[0]._ledger.loads().values())
+    twins = trace_of((1, 2, 3), (1, 2, 3), gap_s=0.001)
+    plan = SimulationPlan(num_workers=4, load=None, capacity=10.0, num_gateways=2, shared_ledger=True)
+    assert finished(twins, plan).requests[1].predicted_tokens == 48  # by the other replica's bet
 
 
 def test_a_restart_storm_loses_caches_and_no_request() -> None:
