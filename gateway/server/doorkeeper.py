@@ -15,6 +15,7 @@ import contextvars
 import re
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,11 @@ class Door:
     listener: socket.socket
     server: web.Server
     probes: Callable[[str], ProbeAnswer | None]
+    tls: ssl.SSLContext | None = None
+
+
+def no_probe(path: str) -> None:
+    """Of a listener that speaks TLS, which this thread does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,7 @@ class Doorkeeper:
 
     def _take(self, door: Door, connection: socket.socket) -> None:
         task: asyncio.Task[object] = self._loop.create_task(
-            self._loop.connect_accepted_socket(door.server, connection))
+            self._loop.connect_accepted_socket(door.server, connection, ssl=door.tls))
         self._connecting.add(task)
         task.add_done_callback(self._taken)
 

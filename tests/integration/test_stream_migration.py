@@ -118,6 +118,33 @@ async def _cut_and_compare(worker: Child, name: str, *, num_cuts: int) -> None:
         assert (await until_idle(client))["blocks"]["used"] == 0
 
 
+MESSAGES = {"model": "tiny", "max_tokens": 200, "seed": 11, "stream": True, "temperature": 1.0,
+            "messages": [{"role": "user", "content": "the weather?"}], "tool_choice": {"type": "any"},
+            "tools": [{"name": "weather", "input_schema": CITY}]}
+RESPONSES = {"model": "tiny", "max_output_tokens": 30, "seed": 11, "stream": True, "input": "the weather?",
+             "ignore_eos": True}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/messages", MESSAGES), ("/v1/responses", RESPONSES)])
+async def test_translated_streams_move_too(worker: Child, path: str, body: dict[str, Any]) -> None:
+    """The translation stands between the relay and the client, so that a seam in the chat stream is none there."""
+    def told(answer: Answer) -> bytes:
+        assert answer.status == 200, answer.body
+        counts = rb'"(?:cached_tokens|input_tokens|cache_read_input_tokens|created_at|completed_at)":\d+'
+        return re.sub(counts, b"", answer.body)
+
+    async with broken_ways(worker) as (gateway, proxies):
+        await stream(gateway, path, body)
+        whole = await stream(gateway, path, body)
+        for cut in (700, 1100):
+            for proxy in proxies:
+                proxy.cuts = [Cut(cut)]
+            assert told(await stream(gateway, path, body)) == told(whole), f"cut after {cut} bytes"
+            for proxy in proxies:
+                proxy.cuts.clear()
+        assert sum(proxy.num_cut for proxy in proxies)
+
+
 async def test_lost_again_and_again_up_to_the_limit(worker: Child) -> None:
     body = body_of(CHAT, {"temperature": 1.0, "ignore_eos": True, "max_tokens": 60})
     async with broken_ways(worker, max_migrations=3, max_retries=3) as (gateway, proxies):

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from zmq.asyncio import Context
 
 from worker.prompt.renderer import PromptRenderer
-from worker.prompt.requests import parse_chat, parse_completion, parse_tokenize
+from worker.prompt.requests import parse_chat, parse_completion, parse_embedding, parse_tokenize
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme, block_hashes
 from worker.protocol.cache_events import (
@@ -44,6 +44,8 @@ BLOCK_SIZE = 16
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}[assistant]"
 _epochs = itertools.count(1)
+_PARSERS: dict[str, Callable[[bytes], Any]] = {
+    "/v1/chat/completions": parse_chat, "/v1/completions": parse_completion, "/v1/embeddings": parse_embedding}
 Behaviour = Callable[["StubWorker", web.Request, "Seen"], Awaitable[web.StreamResponse]]
 
 
@@ -132,6 +134,7 @@ class StubWorker:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/embeddings", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -226,15 +229,16 @@ class StubWorker:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         is_chat = request.path.endswith("chat/completions")
+        parse = _PARSERS[request.path]
         if internal := is_internal(request.headers):
             if request.headers.get(WORKER_TOKEN_HEADER) != self.worker_token or not self.worker_token:
                 return _error(403, "forbidden", "wrong worker token")
             decoded = decode_internal(request.headers, raw)
             prompt, salt = decoded.prompts[0], decoded.salt
             extra_keys = () if salt is None else (ExtraKey(ExtraKeyKind.GATEWAY_SALT, salt, decoded.salt_from),)
-            parsed: Any = (parse_chat if is_chat else parse_completion)(decoded.json_body)
+            parsed: Any = parse(decoded.json_body)
         else:
-            parsed = (parse_chat if is_chat else parse_completion)(raw)
+            parsed = parse(raw)
             prompt = self.renderer.chat(parsed) if is_chat else self.renderer.completion(parsed)[0]
             body_salt = parsed.cache_salt
             extra_keys = () if body_salt is None else (ExtraKey(ExtraKeyKind.BODY_SALT, body_salt.encode()),)
@@ -267,6 +271,9 @@ async def answer(stub: StubWorker, request: web.Request, seen: Seen) -> web.Stre
     """As a good worker does."""
     await stub.take_prompt(seen)
     headers = {"x-headstart-cached-tokens": str(seen.cached_tokens)}
+    if seen.path.endswith("embeddings"):
+        return _json({"object": "list", "model": stub.model, "usage": _usage(seen), "data": [
+            {"object": "embedding", "index": 0, "embedding": [1.0]}]})
     if not seen.stream:
         return _json({"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": {
             "role": "assistant", "content": "".join(TEXT)}}], "usage": _usage(seen)}, headers=headers)

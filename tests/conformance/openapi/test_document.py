@@ -27,8 +27,8 @@ DEADLINE_MIN_MS = 60_000
 # Fields that depend on others: with any of them at random hardly a body is right.
 ENTANGLED = ("stream_options", "min_tokens", "suffix", "best_of", "top_logprobs", "tool_choice", "response_format",
              "logit_bias", "echo", "add_generation_prompt", "chat_template_kwargs")
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize",
-              "/detokenize", "/admin/explain")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings",
+              "/tokenize", "/detokenize", "/admin/explain")
 CHECKS = [not_a_server_error, openapi_checks.status_code_conformance, openapi_checks.content_type_conformance,
           openapi_checks.response_headers_conformance, openapi_checks.response_schema_conformance]
 load_all_checks()

@@ -1,15 +1,18 @@
-"""echo and best_of of plain completions, through the official client."""
+"""echo, best_of and n of plain completions."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from loadtests.local_stack import Child
 from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.support.tiny_worker import until_idle
 
 PROMPT = "the quick brown fox <|im_end|> ☀"
 
@@ -57,3 +60,18 @@ async def test_best_of_is_the_likeliest_of_what_n_would_give(api: openai.AsyncOp
     assert all(choice.logprobs is None for choice in best.choices)
     assert best.usage is not None
     assert best.usage.completion_tokens == 2 * 5 * 12, "every candidate was generated"
+
+
+async def test_four_choices_compute_the_prompt_once(client: aiohttp.ClientSession) -> None:
+    num_prompt, num_new = 197, 6
+    prompt = random.Random(77).choices(range(3, 300), k=num_prompt)
+    before = (await until_idle(client))["computed_positions_total"]
+    async with client.post("/v1/completions", json={
+            "model": "tiny", "prompt": prompt, "n": 4, "max_tokens": num_new, "temperature": 1, "ignore_eos": True,
+            "seed": 5}) as response:
+        answer = await response.json()
+    assert len({choice["text"] for choice in answer["choices"]}) == 4
+    computed = (await until_idle(client))["computed_positions_total"] - before
+    # The last block of the prompt is not full, so that each choice fills one of its own.
+    assert computed <= num_prompt + 3 * (num_prompt % 16) + 4 * (num_new - 1)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
