@@ -151,10 +151,11 @@ def llama_cpp(server: str, gguf: str, threads: int) -> Iterator[HttpEngine]:
 
 @contextlib.contextmanager
 def vllm(executable: str, folder: str, threads: int) -> Iterator[HttpEngine]:
-    """vLLM's CPU build on a Hugging Face folder."""
+    """vLLM's CPU build on a Hugging Face folder. It is told the architecture: folders made from GGUF do not say."""
     port = free_port()
     command = [executable, "serve", folder, "--port", str(port), "--dtype", "bfloat16", "--max-model-len",
-               str(CONTEXT_TOKENS), "--max-num-seqs", str(STREAMS_MAX), "--enable-prefix-caching"]
+               str(CONTEXT_TOKENS), "--max-num-seqs", str(STREAMS_MAX), "--enable-prefix-caching",
+               "--hf-overrides", orjson.dumps({"architectures": [_architecture(folder)]}).decode()]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
                    "HF_HUB_OFFLINE": "1"}
     with _served("vllm", command, port, threads, ready="/health", environment=environment) as child:
@@ -233,6 +234,13 @@ def _served(name: str, command: Sequence[str], port: int, threads: int, *, ready
 
 def _environment(threads: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _architecture(folder: str) -> str:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type])
 
 
 def _model_id(child: Child) -> str:
