@@ -55,6 +55,7 @@ from worker.protocol.logs import configure_logging, get_logger
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 IDLE_POLL_S = 0.05
 RETIRE_LINGER_S = 1.0
+ECHO_S = 0.3
 STOP_GRACE_S = 2.0
 GC_THRESHOLDS = (10_000, 20, 50)
 _log = get_logger(__name__)
@@ -324,14 +325,19 @@ class _Signals:
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.interrupted = self.replaced = False
+        self._first_number, self._first_at = 0, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             asyncio.get_running_loop().add_signal_handler(number, self._arrived, number)
 
     def _arrived(self, number: int) -> None:
+        now = asyncio.get_running_loop().time()
         if self.first.is_set():
-            if number != signal.SIGUSR1:
+            # The kernel tells of a dead supervisor once for each of its threads.
+            is_echo = number == self._first_number and now - self._first_at < ECHO_S
+            if number != signal.SIGUSR1 and not is_echo:
                 self.second.set()
             return
+        self._first_number, self._first_at = number, now
         self.replaced = number == signal.SIGUSR1
         self.interrupted = self.interrupted or number == signal.SIGINT
         self.first.set()

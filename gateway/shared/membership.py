@@ -75,6 +75,12 @@ class Membership:
         column = self._lines.column(model)
         return Places() if column is None else SharedPlaces(self._lines, column)
 
+    def close_listeners(self) -> None:
+        """Let go of every listening socket: while this process drains none may outlive the supervisor."""
+        for group in (*self.listeners, *self.ops_listeners):
+            for listener in group:
+                listener.close()
+
     def now(self, state: RowState) -> None:
         """Tell the others what this process is doing."""
         self.segment.set_state(self.seat.row, state)
