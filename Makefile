@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving soak kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving soak soak-worker isolation flood kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -57,7 +57,7 @@ bench-serving: dev
 	$(PY) -m loadtests.bench.serving $(ARGS)
 
 # 2,000 requests, aborted, abandoned and preempted, on a pool of one and a half prompts
-soak: dev
+soak-worker: dev
 	$(PYTEST) tests/integration/worker_http/test_soak.py $(ARGS)
 
 bench: dev
@@ -79,6 +79,17 @@ bench-gateway: dev
 # The data path against other commits, interleaved: make bench-relay ARGS="--against main"
 bench-relay: dev
 	$(PY) -m loadtests.bench.relay $(ARGS)
+
+# A million requests over stub workers and 20,000 over real ones: make soak ARGS="--requests 20000 --real-requests 500"
+soak: dev
+	$(PY) -m loadtests.soak $(ARGS)
+
+# Can a tenant tell what another has sent? And what a flooding one does to another: minutes each, on real workers.
+isolation: dev
+	$(PY) -m loadtests.isolation $(ARGS)
+
+flood: dev
+	$(PY) -m loadtests.flood $(ARGS)
 
 # Workers killed with 64 streams open: 100 trials on a tiny model, or make kill-trials ARGS="--model smollm2 --trials 10"
 kill-trials: dev

@@ -8,11 +8,14 @@ from urllib.parse import urlsplit
 
 from gateway.admission.forwarded import proxies_problem
 from gateway.admission.keys_file import api_keys_problem
+from gateway.admission.worker_networks import worker_networks_problem
 from gateway.routing.policies import POLICIES
 from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
 
 PORT_MAX = 65_535
+# Signatures that a public key verifies. None of a shared secret: whoever could verify such a token could make one.
+JWT_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 PROCESSES_MAX = 64
 
 
@@ -23,6 +26,11 @@ def _url_problem(url: str) -> str | None:
     except ValueError:
         whole = False
     return None if whole else f"should look like http://host:port, got {url!r}"
+
+
+def _algorithms_problem(names: tuple[str, ...]) -> str | None:
+    wrong = [name for name in names if name not in JWT_ALGORITHMS]
+    return f"should be of {', '.join(JWT_ALGORITHMS)}; got {', '.join(wrong)}" if wrong or not names else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,9 @@ class GatewayConfig:
                                    help="a port of its own for probes, metrics and /admin")
     processes: int = setting(1, bounds=(1, PROCESSES_MAX), help="processes that share the port and every limit")
     workers: tuple[WorkerSpec, ...] = setting((), flag="worker", help="a worker's address; one flag for each")
+    worker_networks: tuple[str, ...] = setting(
+        (), table="server", check=worker_networks_problem,
+        help="networks and hosts where POST /admin/workers may add one; those of --worker anyhow")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
     max_connections: int = setting(16_384, bounds=(1, None), table="server", help="open connections of clients")
@@ -95,13 +106,21 @@ class GatewayConfig:
     # tenant=key, with commas; a key or its hash. Both may be given.
     api_keys: tuple[str, ...] = setting((), env="HEADSTART_API_KEYS", check=api_keys_problem)
     keys_reload_s: float = setting(2.0, bounds=(0.01, None), help="between two looks at the keys file")
+    jwt_keys_file: Path | None = setting(None, table="jwt", help="public keys of an identity provider: PEM or JWKS")
+    jwt_issuer: str | None = setting(None, table="jwt", help="whose tokens count: their `iss`")
+    jwt_audience: str | None = setting(None, table="jwt", help="for whom they must be: their `aud`")
+    jwt_algorithms: tuple[str, ...] = setting(("RS256", "ES256", "EdDSA"), table="jwt", check=_algorithms_problem,
+                                              help="signatures that count")
+    jwt_tenant_claim: str = setting("sub", table="jwt", help="the claim that holds a tenant's id; a.b: b within a")
     # Keys every tenant's cache salt; the same at every gateway in front of the same workers. Empty: the worker token.
     salt_secret: str = setting("", env="HEADSTART_SALT_SECRET")
     # Empty: workers tokenise for themselves.
     worker_token: str = setting("", env="HEADSTART_WORKER_TOKEN")
     log_format: str = setting("json", choices=FORMATS, help="log lines")
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")
+    tls_cert: Path | None = setting(None, table="server", help="certificate chain (PEM), read again on SIGHUP")
+    tls_key: Path | None = setting(None, table="server", help="its key (PEM)")
     root_path: str = setting("", table="server", help="path prefix that a proxy in front strips")
     cors_origins: tuple[str, ...] = setting((), table="server", help="origins browsers may call from, with commas")
     trusted_proxies: tuple[str, ...] = setting((), table="server", check=proxies_problem,
-                                                help="addresses and networks whose X-Forwarded-For counts")
+                                                help="addresses and networks whose (X-)Forwarded headers count")

@@ -68,15 +68,17 @@ def priority_forbidden(least: int) -> ApiError:
 class Rejected(ApiError):
     """429: not now. `reason` tells the metrics more than the code tells the client; `retry_after_s` is rounded up."""
 
-    def __init__(self, code: str, message: str, *, reason: str, retry_after_s: float) -> None:
-        seconds = min(max(1, math.ceil(retry_after_s)), RETRY_AFTER_MAX_S)
+    def __init__(self, code: str, message: str, *, reason: str, retry_after_s: float,
+                 retry_after_max_s: float | None = None) -> None:
+        seconds = min(max(1, math.ceil(retry_after_s)), retry_after_max_s or RETRY_AFTER_MAX_S)
         super().__init__(429, code, message, headers={"Retry-After": str(seconds)})
         self.reason = reason
 
 
-def rate_limited(limit: str, retry_after_s: float) -> Rejected:
+def rate_limited(limit: str, retry_after_s: float, *, is_budget: bool = False) -> Rejected:
+    """`is_budget`: it is known to the second when the next one begins, be it days."""
     return Rejected("rate_limited", f"This API key is over its limit ({limit.replace('_', ' ')}); try again later.",
-                    reason=limit, retry_after_s=retry_after_s)
+                    reason=limit, retry_after_s=retry_after_s, retry_after_max_s=math.inf if is_budget else None)
 
 
 def queue_full(why: str, reason: str, retry_after_s: float) -> Rejected:

@@ -6,9 +6,12 @@ Owns: `[server] trusted_proxies`. Must never: believe a header that anybody else
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 HOPS_MAX = 32
+# RFC 7239: for=192.0.2.1, for="[2001:db8::1]:47", for=_hidden; quotes may hold commas.
+_FOR = re.compile(r'(?:^|[;,])\s*for\s*=\s*("[^"]*"|[^\s;,]*)', re.IGNORECASE)
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -19,14 +22,17 @@ class TrustedProxies:
     def __init__(self, trusted: Sequence[str]) -> None:
         self._networks: list[_Network] = [ipaddress.ip_network(text, strict=False) for text in trusted]
 
-    def client_of(self, peer: str | None, forwarded_for: Sequence[str]) -> str | None:
-        """The address nearest to us that is no trusted proxy. `forwarded_for`: the X-Forwarded-For headers.
+    def client_of(self, peer: str | None, forwarded_for: Sequence[str],
+                  forwarded: Sequence[str] = ()) -> str | None:
+        """The address nearest to us that is no trusted proxy. `forwarded_for`: the X-Forwarded-For headers;
+        `forwarded`: the Forwarded headers, which count where there is none of those.
 
         Each proxy appends whom it heard from, so the list is read from its end, and only while its writer is trusted.
         """
         if not self._networks or not self._trusts(peer):
             return peer
-        hops = [hop.strip() for line in forwarded_for for hop in line.split(",")]
+        hops = [hop.strip() for line in forwarded_for for hop in line.split(",")] or [
+            hop.strip('"') for hop in _FOR.findall(",".join(forwarded))]
         nearest = peer
         for hop in reversed(hops[-HOPS_MAX:]):
             address = _address(hop)

@@ -11,6 +11,8 @@ Owns: the file's format and every complaint about it. Must never: repeat a key i
     requests_per_minute = 600
     tokens_per_minute = 200_000       # prompt tokens and generated ones
     max_concurrent = 32
+    budget_tokens = 5_000_000         # of prompts and answers in each window
+    budget_window = "day"             # hour, day, week or month, by the calendar of UTC
     min_priority = 0                  # a lower `priority` goes first, before other tenants' at the worker too
 
     [[public_prefixes]]
@@ -29,6 +31,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gateway.admission.budget import Budget, Window
 from gateway.admission.public_prefixes import PublicPrefix
 from gateway.admission.tenants import (
     HASH_PREFIX,
@@ -71,10 +74,13 @@ class _Tenant(msgspec.Struct, forbid_unknown_fields=True):
     tokens_per_minute: _Limit | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     min_priority: int = 0
+    budget_tokens: _Limit | None = None
+    budget_window: Window = Window.DAY
 
     def as_tenant(self) -> Tenant:
+        budget = None if self.budget_tokens is None else Budget(self.budget_tokens, self.budget_window)
         limits = TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent, self.weight,
-                              self.min_priority)
+                              self.min_priority, budget)
         return Tenant(self.id, own_group(self.id) if self.group is None else named_group(self.group),
                       None if self.models is None else frozenset(self.models), limits)
 
@@ -90,8 +96,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     public_prefixes: Annotated[list[_PublicPrefix], Meta(max_length=PUBLIC_PREFIXES_MAX)] = []
 
 
-def read_keys(text: str, api_keys: Sequence[str] = ()) -> Keys:
-    """From the file's text and `tenant=key` entries of the environment. KeysError for whatever is wrong."""
+def read_keys(text: str, api_keys: Sequence[str] = (), *, needs_keys: bool = True) -> Keys:
+    """From the file's text and `tenant=key` entries of the environment. KeysError for whatever is wrong.
+
+    Without `needs_keys` tenants may have none: there is another way in.
+    """
     try:
         file = msgspec.convert(tomllib.loads(text), _File)
     except tomllib.TOMLDecodeError as error:
@@ -104,10 +113,10 @@ def read_keys(text: str, api_keys: Sequence[str] = ()) -> Keys:
     entries = [(tenants[entry.id], _stored(key, f"tenant {entry.id!r}, key {number}", hashed_only=True))
                for entry in file.tenants for number, key in enumerate(entry.keys, 1)]
     entries += list(_from_environment(api_keys, tenants))
-    if not entries:
+    if not entries and (needs_keys or not tenants):
         raise KeysError("there is no key in it, so nobody could enter; make one with `headstart key`")
     try:
-        directory = TenantDirectory.of(entries)
+        directory = TenantDirectory.of(entries, tenants.values())
     except ValueError as error:
         raise KeysError(str(error)) from None
     return Keys(directory, tuple(map(_public_prefix, file.public_prefixes)))

@@ -1,4 +1,4 @@
-"""What one tenant may use: requests and tokens a minute, and requests at a time.
+"""What one tenant may use: requests and tokens a minute, requests at a time, and a budget of tokens.
 
 Owns: the buckets and counts of each tenant. Must never: know the clock, or take from one limit when another refuses.
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from gateway.admission.budget import UNSPENT, BudgetMeter, BudgetState
 from gateway.admission.tenants import Tenant, TenantLimits
 
 MINUTE_S = 60.0
@@ -26,6 +27,7 @@ class Limit(StrEnum):
     REQUESTS = "request_rate"
     TOKENS = "token_rate"
     CONCURRENCY = "concurrency"
+    BUDGET = "token_budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class MeterState(NamedTuple):
     requests: BucketState
     tokens: BucketState
     num_inside: int
+    budget: BudgetState = UNSPENT
+
+
+_FULL = BucketState(0.0, 0.0)
+NEVER_USED = MeterState(_FULL, _FULL, 0)
 
 
 class Bucket:
@@ -100,10 +107,12 @@ class Bucket:
 class TenantMeter:
     """One tenant's use. `enter` and `leave` come in pairs; `leave` more often than `enter` is our bug."""
 
-    __slots__ = ("_limits", "_requests", "_tokens", "num_inside")
+    __slots__ = ("_budget", "_limits", "_requests", "_tokens", "_wall_offset_s", "num_inside")
 
-    def __init__(self, limits: TenantLimits, now: float) -> None:
+    def __init__(self, limits: TenantLimits, now: float, *, wall_offset_s: float = 0.0) -> None:
         self._limits = limits
+        self._budget = None if limits.budget is None else BudgetMeter(limits.budget)
+        self._wall_offset_s = wall_offset_s
         self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
         self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute, now)
         self.num_inside = 0
@@ -115,6 +124,8 @@ class TenantMeter:
             return OverLimit(Limit.CONCURRENCY, CONCURRENCY_RETRY_S)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(0.0, now)) > 0:
             return OverLimit(Limit.TOKENS, wait_s)
+        if (spent := self._over_budget(0.0, now)) is not None:
+            return spent
         if self._requests is not None:
             if (wait_s := self._requests.wait_s(1.0, now)) > 0:
                 return OverLimit(Limit.REQUESTS, wait_s)
@@ -129,17 +140,23 @@ class TenantMeter:
 
     def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None:
         """Take a prompt's tokens, all or none."""
-        if self._tokens is None:
-            return None
-        if (wait_s := self._tokens.wait_s(num_tokens, now)) > 0:
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(num_tokens, now)) > 0:
             return OverLimit(Limit.TOKENS, wait_s)
-        self._tokens.take(num_tokens, now)
+        if (spent := self._over_budget(num_tokens, now)) is not None:
+            return spent
+        self.take_output(num_tokens, now)
         return None
 
     def take_output(self, num_tokens: int, now: float) -> None:
         """Take what was generated: it is done already, so the next request pays."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
+        if self._budget is not None:
+            self._budget.take(num_tokens, now + self._wall_offset_s)
+
+    def _over_budget(self, num_tokens: float, now: float) -> OverLimit | None:
+        wait_s = 0.0 if self._budget is None else self._budget.wait_s(num_tokens, now + self._wall_offset_s)
+        return OverLimit(Limit.BUDGET, wait_s) if wait_s > 0 else None
 
     def give_back(self, requests: float, tokens: float, now: float) -> None:
         """What advance() took and nobody used."""
@@ -156,33 +173,39 @@ class TenantMeter:
     def state(self, kept: MeterState) -> MeterState:
         """What another meter needs to go on from here; `kept` for what this one does not limit."""
         return MeterState(kept.requests if self._requests is None else self._requests.state,
-                          kept.tokens if self._tokens is None else self._tokens.state, self.num_inside)
+                          kept.tokens if self._tokens is None else self._tokens.state, self.num_inside,
+                          kept.budget if self._budget is None else self._budget.state)
 
     def restore(self, state: MeterState) -> None:
         """Go on from there. A bucket at instant 0 was never used: it is full."""
         for bucket, known in ((self._requests, state.requests), (self._tokens, state.tokens)):
             if bucket is not None:
                 bucket.state = known if known.at else BucketState(bucket.per_minute, 0.0)
+        if self._budget is not None:
+            self._budget.state = state.budget
         self.num_inside = state.num_inside
 
 
 class Meters:
     """A meter for every tenant that asked. New limits apply to those inside as well.
 
-    At `max_meters` those of tenants with nothing under way are dropped, and begin anew, full.
+    At `max_meters` those of tenants with nothing under way are dropped, and begin anew, full. `wall_offset_s` is what
+    the time of day, in seconds since 1970, is ahead of the instants given.
     """
 
-    def __init__(self, *, max_meters: int = METERS_MAX) -> None:
+    def __init__(self, *, max_meters: int = METERS_MAX, wall_offset_s: float = 0.0) -> None:
         self._max_meters = max_meters
+        self._wall_offset_s = wall_offset_s
         self._meters: dict[str, tuple[TenantLimits, TenantMeter]] = {}
 
     def of(self, tenant: Tenant, now: float) -> TenantMeter:
-        """This tenant's meter. When its limits have changed the buckets begin anew, full."""
+        """This tenant's meter. When its limits have changed the buckets begin anew, full; what is spent is spent."""
         limits, meter = self._meters.get(tenant.tenant_id, (None, None))
         if meter is None or limits != tenant.limits:
-            num_inside = 0 if meter is None else meter.num_inside
-            meter = TenantMeter(tenant.limits, now)
-            meter.num_inside = num_inside
+            before = None if meter is None else meter.state(NEVER_USED)
+            meter = TenantMeter(tenant.limits, now, wall_offset_s=self._wall_offset_s)
+            if before is not None:
+                meter.restore(MeterState(_FULL, _FULL, before.num_inside, before.budget))
             if len(self._meters) >= self._max_meters:
                 self._meters = {name: kept for name, kept in self._meters.items() if kept[1].num_inside}
             self._meters[tenant.tenant_id] = (tenant.limits, meter)

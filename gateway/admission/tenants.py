@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.admission.budget import Budget
 
 HASH_PREFIX = "sha256:"
 KEY_MAX_CHARS = 512
@@ -32,6 +33,7 @@ class TenantLimits:
     max_concurrent: int | None = None
     weight: float = 1.0
     min_priority: int | None = None
+    budget: Budget | None = None
 
 
 NO_LIMITS = TenantLimits()
@@ -90,9 +92,10 @@ class TenantDirectory:
     _by_digest: Mapping[bytes, tuple[bytes, Tenant]] = field(repr=False)
 
     @classmethod
-    def of(cls, entries: Iterable[tuple[Tenant, bytes]]) -> TenantDirectory:
-        """From (tenant, SHA-256 of one of its keys). ValueError when two tenants have the same key."""
-        tenants: dict[str, Tenant] = {}
+    def of(cls, entries: Iterable[tuple[Tenant, bytes]], keyless: Iterable[Tenant] = ()) -> TenantDirectory:
+        """From (tenant, SHA-256 of one of its keys), and tenants that may have none. ValueError when two tenants
+        have the same key."""
+        tenants = {tenant.tenant_id: tenant for tenant in keyless}
         by_digest: dict[bytes, tuple[bytes, Tenant]] = {}
         for tenant, digest in entries:
             tenants[tenant.tenant_id] = tenant

@@ -172,6 +172,17 @@ class EndpointTable:
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
 
+    def add(self, worker: DiscoveredWorker) -> None:
+        """One more worker, under an id that is free. Whoever goes through the table goes on with what it was."""
+        assert worker.endpoint_id not in self._endpoints, "two workers of one id"
+        self._endpoints = {**self._endpoints, worker.endpoint_id: Endpoint(worker)}
+        _Changes.count += 1
+
+    def remove(self, endpoint_id: str) -> None:
+        """One worker less. Requests under way there keep what they hold of it."""
+        self._endpoints = {known: endpoint for known, endpoint in self._endpoints.items() if known != endpoint_id}
+        _Changes.count += 1
+
     def get(self, endpoint_id: str) -> Endpoint | None:
         """The endpoint called so, if there is one."""
         return self._endpoints.get(endpoint_id)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from zmq.asyncio import Context
 
+from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.knowledge.engines.headstart import (
     HeadstartWorker,
@@ -58,6 +59,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class RemovalRequested:
+    """An operator wants a worker forgotten. What runs there may end."""
+
+    endpoint_id: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
 class LifeEnded:
     """The worker says that it is in another life, `epoch`, than the one we know; it has not joined in that yet."""
 
@@ -79,12 +88,16 @@ class WorkerPoll:
         self._joining = joining
         self._writer = writer
         self._interval_s = health_interval_s
+        self._session = session
+        self._worker_token = worker_token
         self._has_token = bool(worker_token)
         self._was_drained = was_drained
         self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
-        self._inbox: asyncio.Queue[Observation | DrainRequested | LifeEnded] = asyncio.Queue(MAX_QUEUED_OBSERVATIONS)
+        self._inbox: asyncio.Queue[Observation | DrainRequested | LifeEnded | RemovalRequested] = asyncio.Queue(
+            MAX_QUEUED_OBSERVATIONS)
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._context = Context()
         self._tasks: list[asyncio.Task[None]] = []
@@ -92,8 +105,35 @@ class WorkerPoll:
     def start(self) -> None:
         """Begin to look."""
         self._tasks.append(asyncio.create_task(self._keep(), name="endpoint-keeper"))
-        self._tasks += [asyncio.create_task(self._watch(adapter), name=f"watch-{endpoint_id}")
-                        for endpoint_id, adapter in self._adapters.items()]
+        for adapter in self._adapters.values():
+            self._begin_watch(adapter)
+
+    def _begin_watch(self, adapter: HeadstartWorker) -> None:
+        endpoint_id = adapter.worker.endpoint_id
+        self._watches[endpoint_id] = asyncio.create_task(self._watch(adapter), name=f"watch-{endpoint_id}")
+
+    async def add(self, worker: DiscoveredWorker) -> None:
+        """One more worker, whose id is free; it gets requests once it has been understood."""
+        adapter = HeadstartWorker(self._session, worker, self._worker_token)
+        self._table.add(worker)
+        self._adapters[worker.endpoint_id] = adapter
+        self._nudges[worker.endpoint_id] = asyncio.Event()
+        self._begin_watch(adapter)
+
+    async def remove(self, endpoint_id: str) -> None:
+        """See RemovalRequested. Returns once nothing is known of it any more."""
+        request = RemovalRequested(endpoint_id)
+        await self._inbox.put(request)
+        await request.done.wait()
+
+    async def _forget(self, endpoint_id: str) -> None:
+        tasks = [task for held in (self._watches, self._feeds) if (task := held.pop(endpoint_id, None)) is not None]
+        await _cancel_all(tasks)
+        self._nudges.pop(endpoint_id, None)
+        self._adapters.pop(endpoint_id, None)
+        self._joining.left(endpoint_id)
+        self._table.remove(endpoint_id)
+        await self._writer.forget(endpoint_id)
 
     def nudge(self, endpoint_id: str) -> None:
         """Look at this worker now rather than at the next interval: a request has just failed there."""
@@ -108,7 +148,7 @@ class WorkerPoll:
 
     async def aclose(self) -> None:
         """Stop everything and close the event sockets."""
-        await _cancel_all([*self._tasks, *self._feeds.values()])
+        await _cancel_all([*self._tasks, *self._watches.values(), *self._feeds.values()])
         self._context.destroy(linger=0)
 
     async def _watch(self, adapter: HeadstartWorker) -> None:
@@ -154,6 +194,10 @@ class WorkerPoll:
             endpoint = self._table.get(note.endpoint_id)
             if isinstance(note, DrainRequested):
                 note.done.set()  # by the time its asker runs, so it is: nothing is awaited on the way
+            if isinstance(note, RemovalRequested):
+                await self._forget(note.endpoint_id)
+                note.done.set()
+                continue
             if endpoint is None:
                 continue
             before = endpoint.state, endpoint.detail

@@ -19,6 +19,7 @@ from gateway.admission.keys_file import KeysError, read_keys
 from gateway.admission.public_prefixes import PublicPrefixes
 from gateway.admission.tenants import ANYONE, Tenant, TenantDirectory
 from gateway.config import GatewayConfig
+from gateway.server.jwt_verifier import JwtVerifier
 from worker.prompt.renderer import PromptRenderer
 from worker.protocol.logs import get_logger
 
@@ -31,14 +32,18 @@ class Access:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._file = config.keys_file
+        self._jwt_file = config.jwt_keys_file
         self._api_keys = config.api_keys
         self._reload_s = config.keys_reload_s
         self._secret = config.salt_secret or config.worker_token
         self._is_internal = bool(config.worker_token)
         self._proxies = TrustedProxies(config.trusted_proxies)
         self._directory: TenantDirectory | None = None
+        self._jwt = JwtVerifier.of(config)
         self._public = PublicPrefixes()
-        self._seen = _stamp(self._file)
+        self._seen = self._stamps()
+        if self._jwt is not None and not self.has_tenants:
+            raise KeysError("jwt_keys_file needs tenants that its tokens name: give a keys_file")
         if self.has_tenants:
             if not self._secret:
                 raise KeysError("tenants need HEADSTART_SALT_SECRET or HEADSTART_WORKER_TOKEN, to keep their caches "
@@ -56,13 +61,16 @@ class Access:
             return ANYONE
         key = _key_of(request)
         tenant = None if key is None else self._directory.authenticate(key)
+        if tenant is None and key is not None and self._jwt is not None:
+            tenant = self._directory.tenants.get(self._jwt.tenant_id(key) or "")
         if tenant is None:
             raise errors.no_api_key()
         return tenant
 
     def client_of(self, request: BaseRequest) -> str | None:
         """The client's address, for the log."""
-        return self._proxies.client_of(request.remote, request.headers.getall("X-Forwarded-For", []))
+        return self._proxies.client_of(request.remote, request.headers.getall("X-Forwarded-For", []),
+                                       request.headers.getall("Forwarded", []))
 
     def named(self, tenant_id: str | None) -> Tenant:
         """A tenant by its id, for operators; without one, a tenant that nobody else is."""
@@ -83,16 +91,21 @@ class Access:
         """Read the file again whenever it changes. Runs for ever."""
         while True:
             await asyncio.sleep(self._reload_s)
-            if _stamp(self._file) != self._seen:
+            if self._stamps() != self._seen:
                 self.reload()
+
+    def _stamps(self) -> tuple[object, ...]:
+        return _stamp(self._file), _stamp(self._jwt_file)
 
     def reload(self) -> None:
         """Read the keys now; what is wrong with them is logged and changes nothing."""
         if not self.has_tenants:
             return
-        self._seen = _stamp(self._file)
+        self._seen = self._stamps()
         try:
             self._read()
+            if self._jwt is not None:
+                self._jwt.read()
         except KeysError as error:
             _log.error("keys_not_reloaded", reason=str(error),
                        remedy="mend the file; until then the keys known before still hold")
@@ -100,7 +113,7 @@ class Access:
     def _read(self) -> None:
         text = "" if self._file is None else _text_of(self._file)
         try:
-            keys = read_keys(text, self._api_keys)
+            keys = read_keys(text, self._api_keys, needs_keys=self._jwt is None)
         except KeysError as error:
             raise KeysError(f"{self._file or 'HEADSTART_API_KEYS'}: {error}") from None
         self._directory, self._public = keys.directory, PublicPrefixes(keys.public_prefixes)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway import errors
-from gateway.admission.limits import Meters
+from gateway.admission.limits import Limit, Meters, OverLimit
 from gateway.admission.places import Places
 from gateway.admission.queue import FairQueue, ServiceRate, Waiting
 from gateway.admission.tenants import Tenant
@@ -46,6 +46,15 @@ class Ask:
     num_bytes: int
     priority: int
     predict_ttft_s: Callable[[], float | None]
+
+
+def wall_offset_s() -> float:
+    """The time of day, in seconds since 1970, less the instants that limits are asked with."""
+    return time.time() - time.monotonic()
+
+
+def _over(over: OverLimit) -> errors.Rejected:
+    return errors.rate_limited(over.limit.value, over.retry_after_s, is_budget=over.limit is Limit.BUDGET)
 
 
 class _Line:
@@ -97,7 +106,7 @@ class Visit:
         """Await a place at a worker. ApiError 429 when a limit, the queue, the deadline or the SLO says no."""
         now = time.monotonic()
         if (over := self._meter.take_prompt(ask.prompt_tokens, now)) is not None:
-            raise errors.rate_limited(over.limit.value, over.retry_after_s)
+            raise _over(over)
         line = self._admission.line_of(ask.model)
         await self._admission.await_place(line, ask, self._tenant, self.deadline_at)
         self._line = line
@@ -119,7 +128,8 @@ class Admission:
         self._config = config
         self._table = table
         self._membership = membership
-        self._meters: Meters | SharedMeters = Meters() if membership is None else membership.meters
+        self._meters: Meters | SharedMeters = (Meters(wall_offset_s=wall_offset_s()) if membership is None
+                                               else membership.meters)
         self._lines: dict[str, _Line] = {}
         self._look_again: asyncio.TimerHandle | None = None
 
@@ -134,7 +144,7 @@ class Admission:
         now = time.monotonic()
         meter = self._meters.of(tenant, now)
         if (over := meter.enter(now)) is not None:
-            raise errors.rate_limited(over.limit.value, over.retry_after_s)
+            raise _over(over)
         visit = Visit(self, tenant, meter, record)
         try:
             yield visit

@@ -12,6 +12,7 @@ import ipaddress
 import math
 import signal
 import socket
+import ssl
 import sys
 from functools import partial
 
@@ -33,7 +34,7 @@ from gateway.server.admin_token import AdminToken
 from gateway.server.attendance import Attendance, SharedAttendance, beat_for_ever
 from gateway.server.connections import ConnectionLimits, GuardedServer
 from gateway.server.dispatch import BetTtl, Dispatcher
-from gateway.server.doorkeeper import Door, Doorkeeper
+from gateway.server.doorkeeper import Door, Doorkeeper, no_probe
 from gateway.server.generate import Generate
 from gateway.server.handlers import ClientRoutes
 from gateway.server.http import Routes
@@ -44,7 +45,9 @@ from gateway.server.prewarm import Prewarmer
 from gateway.server.probes import Probes, Readiness
 from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
+from gateway.server.tls import ServerTls, TlsError
 from gateway.server.together import Together
+from gateway.server.worker_admin import WorkerAdmin
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
 from worker.protocol.logs import configure_logging, get_logger
@@ -52,6 +55,7 @@ from worker.protocol.logs import configure_logging, get_logger
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 IDLE_POLL_S = 0.05
 RETIRE_LINGER_S = 1.0
+ECHO_S = 0.3
 STOP_GRACE_S = 2.0
 GC_THRESHOLDS = (10_000, 20, 50)
 _log = get_logger(__name__)
@@ -101,6 +105,7 @@ class Gateway:
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
+        self._tls = _tls_of(config)
         self._runners: list[web.ServerRunner] = []
         self._sites: list[web.SockSite] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -184,6 +189,8 @@ class Gateway:
         ops.add_probes(main)
         ops.add_probes(ops_only)
         ops.add_admin(main if config.ops_port is None else ops_only)
+        WorkerAdmin(config, self.state.table, self._poll, self.state.metrics, authorise=ops.authorise,
+                    is_alone=together is None).add_to(main if config.ops_port is None else ops_only)
         for routes, shows_metrics in zip((main, ops_only), self._show_metrics(), strict=True):
             if shows_metrics:
                 ops.add_metrics(routes)
@@ -227,17 +234,32 @@ class Gateway:
 
     async def _accept(self, listeners: list[list[list[socket.socket]]]) -> None:
         doors = []
-        for routes, by_slot, with_metrics in zip(self._routes(), listeners, self._show_metrics(), strict=False):
-            server = await self._listen(routes, by_slot[self._slot])
-            probes = partial(self._probes.answer, with_metrics=with_metrics)
-            doors += [Door(slot, each, server, probes) for slot, sockets in enumerate(by_slot) for each in sockets]
+        contexts = (None if self._tls is None else self._tls.context, None)  # scrapers come plain
+        for routes, by_slot, with_metrics, tls in zip(self._routes(), listeners, self._show_metrics(), contexts,
+                                                      strict=False):
+            server = await self._listen(routes, by_slot[self._slot], tls)
+            probes = partial(self._probes.answer, with_metrics=with_metrics) if tls is None else no_probe
+            doors += [Door(slot, each, server, probes, tls) for slot, sockets in enumerate(by_slot)
+                      for each in sockets]
         self._attendance.beat()
         if self._membership is not None:
             self._membership.now(RowState.SERVING)
         self._doorkeeper = Doorkeeper(doors, self._attendance)
         self._doorkeeper.start()
 
-    async def _listen(self, routes: Routes, sockets: list[socket.socket]) -> GuardedServer:
+    @property
+    def reads_again(self) -> bool:
+        """Whether there is something that SIGHUP would read."""
+        return self._tls is not None or self.config.keys_file is not None
+
+    def reload(self) -> None:
+        """SIGHUP: read keys and certificate again."""
+        self.state.access.reload()
+        if self._tls is not None:
+            self._tls.reload()
+
+    async def _listen(self, routes: Routes, sockets: list[socket.socket],
+                      context: ssl.SSLContext | None) -> GuardedServer:
         limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
                                   self.config.chunk_gap_timeout_s)
         server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
@@ -245,7 +267,7 @@ class Gateway:
         await runner.setup()
         self._runners.append(runner)
         for each in sockets:
-            site = web.SockSite(runner, each, backlog=BACKLOG)
+            site = web.SockSite(runner, each, backlog=BACKLOG, ssl_context=context)
             await site.start()
             self._sites.append(site)
         return server
@@ -284,8 +306,8 @@ async def _serve(config: GatewayConfig, membership: Membership | None) -> int:
     try:
         await gateway.start()
         _spare_collections()
-        if config.keys_file is not None or membership is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.state.access.reload)
+        if gateway.reads_again or membership is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
         await signals.first.wait()
         if signals.replaced:
             await gateway.retire(signals.second)
@@ -303,14 +325,19 @@ class _Signals:
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.interrupted = self.replaced = False
+        self._first_number, self._first_at = 0, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             asyncio.get_running_loop().add_signal_handler(number, self._arrived, number)
 
     def _arrived(self, number: int) -> None:
+        now = asyncio.get_running_loop().time()
         if self.first.is_set():
-            if number != signal.SIGUSR1:
+            # The kernel tells of a dead supervisor once for each of its threads.
+            is_echo = number == self._first_number and now - self._first_at < ECHO_S
+            if number != signal.SIGUSR1 and not is_echo:
                 self.second.set()
             return
+        self._first_number, self._first_at = number, now
         self.replaced = number == signal.SIGUSR1
         self.interrupted = self.interrupted or number == signal.SIGINT
         self.first.set()
@@ -326,6 +353,13 @@ def _checked(config: GatewayConfig) -> tuple[EndpointTable, Policy, Access]:
     try:
         return EndpointTable(static_workers(config.workers)), policy_named(config.policy), Access(config)
     except (DiscoveryError, KeysError, ValueError) as error:
+        raise StartError(str(error), EXIT_USAGE) from error
+
+
+def _tls_of(config: GatewayConfig) -> ServerTls | None:
+    try:
+        return ServerTls.of(config)
+    except TlsError as error:
         raise StartError(str(error), EXIT_USAGE) from error
 
 

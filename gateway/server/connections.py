@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
@@ -86,9 +86,9 @@ class GuardedConnection(PrivateConnection):
         if self._guard.num_open > self._guard.limits.max_connections:
             self._refused = True
             self._guard.on_refused("connections")
-            assert isinstance(transport, asyncio.Transport)
-            transport.write(_TOO_MANY)
-            transport.close()
+            refused = cast(asyncio.Transport, transport)  # uvloop's are none by class
+            refused.write(_TOO_MANY)
+            refused.close()
             return
         super().connection_made(transport)
         self._start(self._guard.limits.head_s, self._head_is_late)
@@ -112,12 +112,14 @@ class GuardedConnection(PrivateConnection):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """See asyncio.Protocol. Whoever stops sending may still want the answers to what it sent."""
+        if self._half_closed is not None:
+            return True  # told once more after a pause in reading
         transport = self.transport
         is_plain = transport is not None and transport.get_extra_info("sslcontext") is None
         if self._refused or not CAN_TELL or not is_plain or self._num_finished >= self._request_count:
             return None
         self._end_open_bodies()
-        assert isinstance(transport, asyncio.Transport)
+        assert transport is not None
         self._half_closed = HalfClosed(transport, probe=self._probe, can_be_probed=self._can_be_probed,
                                        left=transport.abort)
         return True

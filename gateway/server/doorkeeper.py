@@ -50,6 +50,10 @@ class Door:
     tls: ssl.SSLContext | None = None
 
 
+def no_probe(path: str) -> None:
+    """Of a listener that speaks TLS, which this thread does not."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A client whose first line has not come yet."""

@@ -42,7 +42,8 @@ class HalfClosed:
             self._timer = None
 
     def _look(self) -> None:
-        self._was_probed = self._was_probed or self._probe()
+        if not is_reset(self._transport):
+            self._was_probed = self._was_probed or self._probe()
         is_silent = not self._was_probed and self._waited_s >= UNPROBED_WAIT_S and not self._can_be_probed()
         if is_silent or is_reset(self._transport):
             self._timer = None

@@ -28,6 +28,8 @@ REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 _USABLE_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_MAX_CHARS}}}\Z")
+_HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:\s*,\s*[\w!#$%&'*+.^`|~-]+){0,63}\Z", re.ASCII)
+_USUAL_HEADERS = "Authorization, Content-Type, x-api-key, x-request-id, x-request-deadline-ms"
 _log = get_logger(__name__)
 
 Handler = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
@@ -86,8 +88,8 @@ class Routes:
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error)
-            if isinstance(error, UnclearHead):
-                response.force_close()  # where the next request begins is anybody's guess
+            if isinstance(error, UnclearHead) or error.status in (408, 413):
+                response.force_close()  # where the next request begins is anybody's guess, or far away
         except ClientLeft as left:
             if request.transport is not None:
                 request.transport.abort()
@@ -117,9 +119,11 @@ class Routes:
     async def _answer(self, request: BaseRequest) -> web.StreamResponse:
         check_head(request)
         if request.method == "OPTIONS" and self._cors_origins and "Origin" in request.headers:
+            # Browsers' clients send headers of their own making; none of them can do harm here.
+            wanted = request.headers.get("Access-Control-Request-Headers", "")
             return web.Response(status=204, headers={
                 "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600",
-                "Access-Control-Allow-Headers": "Authorization, Content-Type, x-request-id"})
+                "Access-Control-Allow-Headers": wanted if _HEADER_NAMES.match(wanted) else _USUAL_HEADERS})
         return await self._find(request)(request)
 
     def _find(self, request: BaseRequest) -> Handler:

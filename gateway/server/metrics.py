@@ -88,6 +88,9 @@ class GatewayMetrics:
         self.loop_lag = Gauge("headstart_event_loop_lag_seconds", "How late the event loop last ran a timer.",
                               registry=registry)
 
+        Gauge("headstart_event_loop_tasks", "Tasks of the event loop; as few as before when all requests have ended.",
+              registry=registry).set_function(lambda: len(asyncio.all_tasks()))
+
     def reject(self, reason: str) -> None:
         """Count a connection that was cut before it became a request."""
         self._rejected.labels(reason).inc()

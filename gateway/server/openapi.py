@@ -29,8 +29,8 @@ _STATUS_WORDS = {
     429: "Not now: a limit or a full queue. Retry-After says when.",
     500: "Our bug; the log says which.", 502: "No worker answered well.", 503: "No worker is ready.",
     504: "The worker did not answer in time."}
-_ANY_ROUTE = (400, 417, 500, 505)
-_BODY = (408, 413, 415)
+_ANY_ROUTE = (400, 415, 417, 500, 505)
+_BODY = (408, 413)
 _GENERATE = (401, 403, 404, 429, 502, 503, 504)
 _TENANT, _ADMIN = "tenant", "admin"
 
@@ -95,9 +95,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
                                          key=_ADMIN),
     ("POST", "/admin/workers/"): Operation("No new work for this worker.", "WorkerState", errors=(401, 404),
                                            key=_ADMIN, success=202, path="/admin/workers/{worker_id}/drain"),
+    ("POST", "/admin/workers"): Operation("One more worker, until the next restart.", "WorkerState", ("WorkerBody",),
+                                          (*_BODY, 401, 403, 409), _ADMIN, success=201),
+    ("DELETE", "/admin/workers/"): Operation("A worker is forgotten; what runs there may end.", "WorkerState",
+                                             errors=(401, 404, 409), key=_ADMIN, path="/admin/workers/{worker_id}"),
     ("POST", "/admin/explain"): Operation(
         "The routing decision for a request that is not sent.", "Explanation", ("ChatBody", "CompletionBody"),
         (*_BODY, 401, 403, 404, 429, 503), _ADMIN, parameters=(_TENANT_QUERY,)),
+    ("GET", "/admin/cache"): Operation("The hottest prefixes, by hash.", "HotPrefixes", errors=(401,), key=_ADMIN),
+    ("POST", "/admin/prewarm"): Operation("Have a hot prefix computed on one more worker.", "Prewarmed", (
+        "PrewarmBody",), (*_BODY, 401, 404, 409, 429, 502, 503), _ADMIN),
 }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.server.prewarm import PrewarmBody
+from gateway.server.worker_admin import WorkerBody
 from worker.prompt.messages import MAX_MESSAGES, MAX_TOOLS, ROLES
 from worker.prompt.messages_body import CountBody, MessagesBody
 from worker.prompt.request_schema import (
@@ -57,7 +59,7 @@ def components() -> Json:
 def _requests() -> Json:
     _, found = msgspec.json.schema_components((
         ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody,
-        EmbeddingBody),
+        EmbeddingBody, WorkerBody, PrewarmBody),
         ref_template=_REF)
     for name in ("ChatBody", "CompletionBody", "TokenizeBody"):
         fields = found[name]["properties"]
@@ -126,6 +128,8 @@ _ANSWERS: Json = {
     "Status": _object({"status": _TEXT}),
     "Worker": _WORKER,
     "WorkerList": _object({"workers": _list_of(ref("Worker"))}),
+    "HotPrefixes": _object({"prefixes": _list_of(_object({"hash": _TEXT, "model": _TEXT, "tokens": _COUNT}))}),
+    "Prewarmed": _object({"hash": _TEXT, "worker": _nullable(_TEXT)}),
     "WorkerState": _object({"id": _TEXT, "state": _TEXT}),
     "Explanation": _object({"decision": _nullable({"type": "object"})}, reason=_TEXT, detail=_TEXT,
                            prompt_tokens=_COUNT, candidates=_list_of({"type": "object"})),

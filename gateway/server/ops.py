@@ -79,11 +79,11 @@ class OpsRoutes:
         return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
     async def _workers(self, request: BaseRequest) -> web.Response:
-        self._authorise(request)
+        self.authorise(request)
         return json_response({"workers": [self._worker(endpoint) for endpoint in self._table]})
 
     async def _drain(self, request: BaseRequest) -> web.Response:
-        self._authorise(request)
+        self.authorise(request)
         path = self._routes.path_of(request)
         worker_id = unquote(path.removeprefix(WORKERS_PREFIX).removesuffix(DRAIN_SUFFIX))
         if not path.endswith(DRAIN_SUFFIX):
@@ -94,23 +94,24 @@ class OpsRoutes:
         return json_response({"id": worker_id, "state": "draining"}, status=202)
 
     async def _cache(self, request: BaseRequest) -> web.Response:
-        self._authorise(request)
+        self.authorise(request)
         return json_response({"prefixes": self._prewarmer.cache()})
 
     async def _prewarm(self, request: BaseRequest) -> web.Response:
-        self._authorise(request)
+        self.authorise(request)
         return json_response(await self._prewarmer.prewarm(await read_body(request, self._max_body_bytes)))
 
     async def _explain(self, request: BaseRequest) -> web.Response:
         """A request's body in, the decision out, for the tenant of `?tenant=ID`; nothing is booked or sent."""
-        self._authorise(request)
+        self.authorise(request)
         body = await read_body(request, self._max_body_bytes)
         route = CHAT if _has_messages(body) else COMPLETIONS
         intake = await self._generate.take_in(body, route, RequestRecord("explain", "/admin/explain"),
                                               self._access.named(request.query.get("tenant")))
         return json_response(self._generate.explain(intake))
 
-    def _authorise(self, request: BaseRequest) -> None:
+    def authorise(self, request: BaseRequest) -> None:
+        """ApiError 401 unless the request carries the admin token."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         is_right = hmac.compare_digest(given, self._admin_token)

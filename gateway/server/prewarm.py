@@ -28,14 +28,15 @@ SHOWN_MAX = 100
 PREWARMS_MAX = 8
 
 
-class _PrewarmBody(msgspec.Struct):
-    """`hash` as GET /admin/cache shows it; without `worker` the least busy one that does not hold the prefix."""
+class PrewarmBody(msgspec.Struct):
+    """The body of POST /admin/prewarm. `hash` as GET /admin/cache shows it; without `worker` the least busy one that
+    does not hold the prefix."""
 
     hash: Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
     worker: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_PrewarmBody)
+_decoder = msgspec.json.Decoder(PrewarmBody)
 
 
 class Prewarmer:

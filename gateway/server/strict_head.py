@@ -14,6 +14,7 @@ from aiohttp.web_request import BaseRequest
 from worker.protocol.api_error import ApiError
 
 _HOST = re.compile(r"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d{0,5})?\Z", re.ASCII)
+_ENCODINGS = ("identity", "gzip", "deflate")
 
 
 class UnclearHead(ApiError):
@@ -30,8 +31,11 @@ def check_head(request: BaseRequest) -> None:
         raise UnclearHead(505, "HTTP/1.1 and HTTP/1.0 are served here.", code="version_not_supported")
     if hdrs.TRANSFER_ENCODING in headers:
         codings = headers.getall(hdrs.TRANSFER_ENCODING)
-        if len(codings) > 1 or codings[0].strip().lower() != "chunked":
-            raise UnclearHead(400, "`chunked` is the only Transfer-Encoding that is accepted.")
+        if len(codings) > 1 or codings[0].strip().lower() != "chunked" or request.version == HttpVersion10:
+            raise UnclearHead(400, "`chunked` is the only Transfer-Encoding that is accepted, and in HTTP/1.1 only.")
+    if headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() not in _ENCODINGS:
+        raise UnclearHead(415, "Request bodies may be sent as they are, or with gzip or deflate.",
+                          code="encoding_not_supported")
     if not _HOST.match(headers.get(hdrs.HOST, "")):
         raise UnclearHead(400, "The Host header should be a name or an address, with or without a port.")
     if hdrs.EXPECT in headers and headers[hdrs.EXPECT].strip().lower() != "100-continue":

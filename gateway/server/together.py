@@ -45,6 +45,7 @@ class Together:
     def leaving(self) -> None:
         """No new connections are accepted here from now on."""
         self._membership.now(RowState.LEAVING)
+        self._membership.close_listeners()
 
     async def aclose(self) -> None:
         """A last word, and nothing more."""

@@ -6,6 +6,7 @@ Owns: putting the shared parts together from what the supervisor passed on. Must
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -60,7 +61,7 @@ class Membership:
         self.seat = seat
         self.segment = Segment(seat.segment)
         self.ledger = SharedLedger(RowTable(self.segment, self.segment.layout.endpoints, seat.row))
-        self.meters = SharedMeters(self.segment, seat.row)
+        self.meters = SharedMeters(self.segment, seat.row, wall_offset_s=time.time() - time.monotonic())
         self.drains = DrainBoard(self.segment, seat.row)
         self.line = socket.socket(fileno=seat.line)
         self.listeners = [_sockets(group) for group in seat.listeners]
@@ -73,6 +74,12 @@ class Membership:
         """The places at this model's workers."""
         column = self._lines.column(model)
         return Places() if column is None else SharedPlaces(self._lines, column)
+
+    def close_listeners(self) -> None:
+        """Let go of every listening socket: while this process drains none may outlive the supervisor."""
+        for group in (*self.listeners, *self.ops_listeners):
+            for listener in group:
+                listener.close()
 
     def now(self, state: RowState) -> None:
         """Tell the others what this process is doing."""

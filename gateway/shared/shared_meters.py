@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from gateway.admission.budget import BudgetState
 from gateway.admission.limits import METERS_MAX, BucketState, Meters, MeterState, OverLimit, TenantMeter
 from gateway.admission.tenants import Tenant, TenantLimits
 from gateway.shared.row_table import RowTable
@@ -37,15 +38,17 @@ class SharedMeter:
     no lock either, and what is advanced to one process and refused to another is at most that share of each process.
     """
 
-    def __init__(self, limits: TenantLimits, segment: Segment, table: RowTable, column: int) -> None:
+    def __init__(self, limits: TenantLimits, segment: Segment, table: RowTable, column: int, *,
+                 wall_offset_s: float = 0.0) -> None:
         self._segment = segment
         self._table = table
         self._column = column
         self._at = segment.layout.buckets_at + column * BUCKET_WORDS
-        self._meter = TenantMeter(limits, 0.0)
+        self._meter = TenantMeter(limits, 0.0, wall_offset_s=wall_offset_s)
         self._max_concurrent = limits.max_concurrent
         self._has_requests = limits.requests_per_minute is not None
         self._has_tokens = limits.tokens_per_minute is not None
+        self._has_budget = limits.budget is not None  # spent at once, never advanced
         self._requests_ahead = self._tokens_ahead = 0.0
 
     @property
@@ -75,9 +78,9 @@ class SharedMeter:
 
     def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None:
         """See TenantMeter."""
-        if not self._has_tokens:
+        if not self._has_tokens and not self._has_budget:
             return None
-        if self._tokens_ahead >= num_tokens:
+        if self._tokens_ahead >= num_tokens and not self._has_budget:
             self._tokens_ahead -= num_tokens
             return None
         with self._alone(now) as meter:
@@ -85,16 +88,16 @@ class SharedMeter:
 
     def take_output(self, num_tokens: int, now: float) -> None:
         """See TenantMeter."""
-        if not self._has_tokens:
+        if not self._has_tokens and not self._has_budget:
             return
-        if self._tokens_ahead >= num_tokens:
+        if self._tokens_ahead >= num_tokens and not self._has_budget:
             self._tokens_ahead -= num_tokens
             return
         with self._alone(now) as meter:
             meter.take_output(num_tokens, now)
 
     def _is_advanced(self) -> bool:
-        return (not self._has_requests or self._requests_ahead >= 1.0) and (
+        return not self._has_budget and (not self._has_requests or self._requests_ahead >= 1.0) and (
             not self._has_tokens or self._tokens_ahead > 0.0)
 
     @contextmanager
@@ -103,22 +106,24 @@ class SharedMeter:
         at, reals, meter = self._at, self._segment.reals, self._meter
         with self._segment.locked:
             before = MeterState(BucketState(reals[at], reals[at + 1]), BucketState(reals[at + 2], reals[at + 3]),
-                                self.num_inside)
+                                self.num_inside, BudgetState(reals[at + 4], reals[at + 5]))
             meter.restore(before)
             meter.give_back(self._requests_ahead, self._tokens_ahead, now)
             yield meter
             self._requests_ahead, self._tokens_ahead = meter.advance(1 / ADVANCE_SHARE, now)
-            requests, tokens, _ = meter.state(before)
+            requests, tokens, _, budget = meter.state(before)
             reals[at], reals[at + 1], reals[at + 2], reals[at + 3] = *requests, *tokens
+            reals[at + 4], reals[at + 5] = budget
 
 
 class SharedMeters:
     """See admission.limits.Meters. Tenants beyond the segment's columns are metered by each process for itself."""
 
-    def __init__(self, segment: Segment, row: int) -> None:
+    def __init__(self, segment: Segment, row: int, *, wall_offset_s: float = 0.0) -> None:
         self._segment = segment
+        self._wall_offset_s = wall_offset_s
         self._table = RowTable(segment, segment.layout.tenants, row)
-        self._local = Meters()
+        self._local = Meters(wall_offset_s=wall_offset_s)
         self._meters: dict[str, tuple[TenantLimits, SharedMeter]] = {}
 
     def of(self, tenant: Tenant, now: float) -> Meter:
@@ -130,7 +135,8 @@ class SharedMeters:
         if column is None:
             return self._local.of(tenant, now)
         assert len(self._meters) <= METERS_MAX, "more columns than there are"
-        meter = SharedMeter(tenant.limits, self._segment, self._table, column)
+        meter = SharedMeter(tenant.limits, self._segment, self._table, column,
+                            wall_offset_s=self._wall_offset_s)
         self._meters[tenant.tenant_id] = (tenant.limits, meter)
         return meter
 

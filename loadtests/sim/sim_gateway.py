@@ -89,7 +89,7 @@ class SimGateway:
         self.policy.prefill_done(request, placed.worker_id)
 
     def join(self, other: SimGateway) -> None:
-        """From now on both book in one ledger, as the processes of one gateway do."""
+        """From now on both book in one ledger and hear of each other's bets, as processes of one gateway do."""
         self._ledger, self._loads = other._ledger, other._loads
         self._siblings = other._siblings
         self._siblings.append(self)
@@ -164,7 +164,11 @@ class SimGateway:
         if self.policy.uses_index:
             cost = decision.cost
             prefill_s = cost.first_token_s if cost is not None else 0.0
-            bet = self._index.speculate(worker_id, request.hashes, now + prefill_s + self.policy.speculative_ttl_s)
+            expires_at = now + prefill_s + self.policy.speculative_ttl_s
+            bet = self._index.speculate(worker_id, request.hashes, expires_at)
+            for sibling in self._siblings:
+                if sibling is not self:   # told of it, as processes of one gateway tell each other
+                    sibling._index.speculate(worker_id, request.hashes, expires_at)
         self._placed[request.index] = Placed(worker_id, booking, bet)
         self._load_changed(worker_id)
         self.policy.booked(request, worker_id)

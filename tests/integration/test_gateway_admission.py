@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from gateway.admission.budget import Window, window_end
 from tests.integration.test_gateway_tenants import KEY_A, KEY_B, as_key, keys_file
 from tests.support.gateway_in_process import WORKER_TOKEN, Answer, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import Behaviour, Seen, StubWorker, answer, running
@@ -230,6 +232,25 @@ async def test_a_tenants_limits_are_its_own(start: Any, tmp_path: Path) -> None:
     over = await held.gateway.chat("five", headers=as_key(KEY_A))
     assert over.error["code"] == "rate_limited"
     assert 1 <= int(over.headers["retry-after"]) <= 60
+    assert (await held.gateway.chat("x" * 300, headers=as_key(KEY_B))).status == 200
+
+
+async def test_a_budget_is_spent_and_the_refusal_says_when_the_next_begins(start: Any, tmp_path: Path) -> None:
+    limited = {"id": "a", "key": KEY_A, "budget_tokens": 200, "budget_window": "month"}
+    keys = keys_file(tmp_path, limited, {"id": "b", "key": KEY_B})
+    held = await start(keys_file=keys, max_inflight_per_worker=9)
+    held.gate.open(9)
+    assert (await held.gateway.chat("x" * 150, headers=as_key(KEY_A))).status == 200
+    for text in ("y" * 100, "z" * 60):
+        over = await held.gateway.chat(text, headers=as_key(KEY_A))
+        assert (over.status, over.error["code"]) == (429, "rate_limited")
+        left_s = window_end(Window.MONTH, time.time()) - time.time()
+        assert abs(int(over.headers["retry-after"]) - left_s) < 60
+    assert await held.rejected("token_budget") == 2
+    keys_file(tmp_path, {**limited, "budget_tokens": 300}, {"id": "b", "key": KEY_B})
+    held.gateway.gateway.state.access.reload()
+    assert (await held.gateway.chat("z" * 60, headers=as_key(KEY_A))).status == 200, "a larger budget"
+    assert (await held.gateway.chat("z" * 90, headers=as_key(KEY_A))).status == 429, "of which some was spent"
     assert (await held.gateway.chat("x" * 300, headers=as_key(KEY_B))).status == 200
 
 

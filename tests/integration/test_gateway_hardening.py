@@ -11,6 +11,7 @@ from aiohttp import web
 
 from gateway.server.connections import MAX_HEADERS
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
+from tests.support.gateway_in_thread import serving_in_thread
 from tests.support.stub_worker import Seen, StubWorker, running
 
 NOWHERE = "http://127.0.0.1:1"
@@ -109,6 +110,14 @@ async def test_one_connection_too_many_is_told_so_and_the_others_are_served() ->
         await gateway.until(served, "a place is free again")
         for _, writer in held:
             writer.close()
+
+
+def test_one_connection_too_many_on_the_loop_that_serves_in_life() -> None:
+    """uvloop's transports are none of asyncio's classes."""
+    with serving_in_thread(max_connections=8) as (_, gateway), contextlib.ExitStack() as held:
+        clients = [held.enter_context(socket.create_connection(("127.0.0.1", gateway.gateway.port), timeout=20))
+                   for _ in range(9)]
+        assert clients[-1].recv(100).startswith(b"HTTP/1.1 503 ")
 
 
 async def test_a_client_that_does_not_read_its_answer_is_cut() -> None:

@@ -219,6 +219,13 @@ async def test_cors_for_configured_origins_only() -> None:
             answer = await gateway.send("OPTIONS", CHAT, headers={"Origin": origin})
             assert answer.status == 204
             assert ("access-control-allow-origin" in answer.headers) is allowed
+            for method, path in (("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", CHAT)):
+                answer = await gateway.send(method, path, headers={"Origin": origin})
+                assert ("access-control-allow-origin" in answer.headers) is allowed, "errors can be read as well"
+        for wanted, granted in (("authorization, x-stainless-lang,x-more", True), ("a b", False), ("", False)):
+            answer = await gateway.send("OPTIONS", CHAT, headers={
+                "Origin": "https://app.example", "Access-Control-Request-Headers": wanted})
+            assert (answer.headers["access-control-allow-headers"] == wanted) is granted
 
 
 async def test_expose_routing_can_be_turned_off() -> None:

@@ -19,7 +19,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from gateway.listening import ListenError, open_listeners
 from tests.integration.test_gateway_tenants import keys_file
+from tests.integration.test_up_command import alive
 from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN
 from tests.support.gateway_processes import ProcessGroup, chat_body, running_group
 from tests.support.stub_worker import Behaviour, Seen, StubWorker, answer, events_of, open_stream, running
@@ -318,6 +320,39 @@ async def test_mistakes_end_the_start_with_one_line(tmp_path: Path) -> None:
         assert await asyncio.to_thread(_mistake, f"--port={port}") == (
             f"headstart gateway: cannot listen on 127.0.0.1:{port} (Address already in use); choose another --host "
             "or --port, or stop what uses it\n")
+
+
+async def test_a_killed_supervisor_leaves_the_port_to_the_next_while_streams_finish(tmp_path: Path) -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub):
+        gate = Gate(stub)
+        async with running_group(stub.url, processes=2, log=tmp_path / "log") as group:
+            members = group.pids()
+            streams = [asyncio.create_task(_stream(group, number)) for number in range(2)]
+            for _ in range(3000):
+                if gate.num_inside == 2:
+                    break
+                await asyncio.sleep(0.01)
+            group.supervisor.kill()
+            await asyncio.to_thread(group.supervisor.wait, 30)
+            port = int(group.url.rpartition(":")[2])
+            for _ in range(3000):
+                try:
+                    open_listeners("127.0.0.1", port)[0][0].close()
+                    break
+                except ListenError:
+                    await asyncio.sleep(0.01)
+            else:
+                raise AssertionError("the port was never free")
+            assert not any(stream.done() for stream in streams), "they still run"
+            gate.opened.set()
+            assert all(b"data: [DONE]\n" in lines for lines in await asyncio.gather(*streams))
+        for _ in range(3000):
+            if not any(map(alive, members)):
+                break
+            await asyncio.sleep(0.01)
+        else:
+            raise AssertionError("a process outlived its supervisor and its work")
 
 
 async def test_sigterm_finishes_the_streams_and_exits_0(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import orjson
 import pytest
 
+from loadtests.isolation import auc, half_width
 from loadtests.local_stack import Child
 from tests.integration.test_gateway_tenants import as_key, keys_file
 from tests.support.gateway_in_process import GatewayUnderTest, running_gateway
@@ -134,21 +135,6 @@ async def test_the_log_and_the_metrics_name_no_prompt(gateway: GatewayUnderTest,
 # ---- four hundred probes ----------------------------------------------------------------------------------------
 
 NUM_PROBES = 400
-Z_99 = 2.576
-
-
-def auc(scores: list[float], labels: list[bool]) -> float:
-    """The chance that a labelled probe scores above one that is not; ties count half. 0.5: the score says nothing."""
-    with_label, without = ([score for score, label in zip(scores, labels, strict=True) if label is wanted]
-                           for wanted in (True, False))
-    wins = sum((one > other) + (one == other) / 2 for one in with_label for other in without)
-    return wins / (len(with_label) * len(without))
-
-
-def half_width(labels: list[bool]) -> float:
-    """Half of the 99 % interval around an AUC of 0.5 (the rank-sum statistic's own variance)."""
-    ones, zeros = labels.count(True), labels.count(False)
-    return float(Z_99 * ((ones + zeros + 1) / (12 * ones * zeros)) ** 0.5)
 
 
 async def probed(gateway: GatewayUnderTest, prober: str) -> tuple[dict[str, float], float]:

@@ -14,6 +14,7 @@ from gateway.routing.load_ledger import LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, pick
 from gateway.routing.prefix_index import Match, PrefixIndex
 from loadtests.sim.block_store import HashJournal, Removed, SimPool, Stored
+from loadtests.sim.cluster import Cluster
 from loadtests.sim.cost_model import MODELS
 from loadtests.sim.policies import POLICIES
 from loadtests.sim.shortlist import Shortlist
@@ -111,6 +112,12 @@ def test_with_one_ledger_each_replica_sees_what_the_other_books() -> None:
     assert joined.gateways[0]._ledger is joined.gateways[1]._ledger
     assert apart.gateways[0]._ledger is not apart.gateways[1]._ledger
     assert all(load.num_inflight == 0 for load in joined.gateways[0]._ledger.loads().values())
+    twins = prepare(trace_of((1, 2, 3), (1, 2, 3)),
+                    SimulationPlan(num_workers=4, load=None, capacity=10.0, num_gateways=2, shared_ledger=True))
+    cluster = Cluster(twins.trace, twins.settings, POLICIES["headstart"])
+    first, second = cluster.requests
+    chosen = cluster.gateways[0].route(first, 0.0).endpoint_id
+    assert cluster.gateways[1]._index.match(second.hash_blocks(scheme_of(twins.trace)), 0.0)[chosen] == Match(0, 3)
 
 
 def test_a_restart_storm_loses_caches_and_no_request() -> None:

@@ -1,4 +1,4 @@
-"""Servers on an event loop in a thread of their own, for clients that block."""
+"""Servers on the event loop that a gateway has in life, in a thread of its own, for clients that block."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
+
+import uvloop
 
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import StubWorker, running
@@ -19,7 +21,7 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def in_thread(open_context: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
     """What the context yields, served until the block ends. What fails in the thread fails here."""
-    started, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+    started, loop, ended = threading.Event(), uvloop.new_event_loop(), asyncio.Event()
     found: list[T] = []
     problems: list[BaseException] = []
 

@@ -40,7 +40,8 @@ class ProcessGroup:
 
     def lines(self, event: str) -> list[dict[str, Any]]:
         """What the log has of this event."""
-        found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        whole, _, _ = self.log.read_text().rpartition("\n")  # the last line may still be on its way
+        found = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
         return [line for line in found if line["event"] == event]
 
     async def process_of(self, *answers: Answer) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.admission.budget import Budget, Window
 from gateway.admission.limits import Limit, Meters
 from gateway.admission.tenants import Tenant, TenantLimits
 from gateway.shared import drain_board
@@ -67,13 +68,18 @@ def test_turns_go_where_somebody_waits_in_proportion(segment: Segment) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, ROWS - 1), st.sampled_from(["enter", "leave", "prompt", "output"]),
                           st.floats(0, 20), st.integers(0, 90)), max_size=60),
-       st.sampled_from([None, 3]), st.sampled_from([None, 6]), st.sampled_from([None, 100]))
+       st.sampled_from([None, 3]), st.sampled_from([None, 6]), st.sampled_from([None, 100]),
+       st.sampled_from([None, 150]))
 def test_a_meter_in_pieces_is_the_meter_in_one(steps: list[tuple[int, str, float, int]], concurrent: int | None,
-                                               requests: int | None, tokens: int | None) -> None:
+                                               requests: int | None, tokens: int | None,
+                                               budget_tokens: int | None) -> None:
     segment, now = Segment(new_segment_file(ROWS)), 1.0
-    limits = TenantLimits(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrent=concurrent)
+    limits = TenantLimits(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrent=concurrent,
+                          budget=None if budget_tokens is None else Budget(budget_tokens, Window.HOUR))
     tenant = Tenant("t", b"t", limits=limits)
-    pieces, whole = [SharedMeters(segment, row) for row in range(ROWS)], Meters()
+    almost_an_hour = 3500.0  # so that a new one may begin on the way
+    pieces = [SharedMeters(segment, row, wall_offset_s=almost_an_hour) for row in range(ROWS)]
+    whole = Meters(wall_offset_s=almost_an_hour)
     inside = [0] * ROWS
     whole.of(tenant, now)
     for row, action, later, amount in steps:
@@ -89,8 +95,7 @@ def test_a_meter_in_pieces_is_the_meter_in_one(steps: list[tuple[int, str, float
             mine.leave()
             reference.leave()
         elif action == "prompt":
-            over, expected = mine.take_prompt(amount, now), reference.take_prompt(amount, now)
-            assert (over is None) == (expected is None)
+            assert mine.take_prompt(amount, now) == reference.take_prompt(amount, now)
         elif action == "output":
             mine.take_output(amount, now)
             reference.take_output(amount, now)

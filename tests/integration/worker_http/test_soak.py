@@ -1,7 +1,7 @@
 """Many requests on a pool of one and a half prompts. Clients leave, abort and are preempted; the rest is as if alone.
 
-The default run is short; `make soak` sends 2,000 requests. Strict exactness: every answer that was finished has the
-text, and every one that was not a beginning of the text, that an undisturbed worker gives.
+The default run is short; `make soak-worker` sends 2,000 requests. Strict exactness: every answer that was finished
+has the text, and every one that was not a beginning of the text, that an undisturbed worker gives.
 """
 
 from __future__ import annotations
