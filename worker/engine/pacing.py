@@ -12,7 +12,7 @@ from dataclasses import replace
 from worker.core.prefill_pace import TOKENS_MIN, PrefillPace
 
 # What is aimed at, so that a step that takes a little longer than most stays within the target too.
-AIM_RATIO = 0.75
+AIM_RATIO = 0.65
 # Positions before the chunk of the second measurement; fewer where the context is shorter.
 DEEP_CONTEXT_TOKENS = 2048
 # One slow step weighs more than one fast one: a target missed is worse than a chunk too small.
