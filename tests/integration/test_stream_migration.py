@@ -86,7 +86,7 @@ def by_choice(answer: Answer) -> dict[int | str, list[bytes]]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_cut_at_any_byte_the_stream_is_the_undisturbed_one(worker: Child, name: str) -> None:
-    await _cut_and_compare(worker, name, num_cuts=2 if name in LONG else 4)
+    await _cut_and_compare(worker, name, num_cuts=2 if name in LONG else 3)
 
 
 @pytest.mark.slow

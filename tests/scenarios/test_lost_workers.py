@@ -31,7 +31,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Child]]:
     model = write_tiny_model(Path(tmp_path_factory.mktemp("tiny-model")))
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(running_tiny_worker(model, "--exactness", "strict", "--max-running", "1",
-                                                            "--drain-s", "0.3", wait=False)) for _ in range(2)]
+                                                            "--drain-s", "0.01", wait=False)) for _ in range(2)]
         for child in children:
             child.wait_ready()
         yield children
