@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 Snapshot = list[list[Any]]
 Series = tuple[str, tuple[tuple[str, str], ...]]
-SUMMED_GAUGES = ("headstart_queue_depth", "headstart_index_bytes")
+SUMMED_GAUGES = ("headstart_queue_depth", "headstart_index_bytes", "headstart_event_loop_tasks")
 # Every process sees the same events of the same workers.
 SEEN_BY_EACH = ("headstart_endpoint_evicted_blocks",)
 # Best first: the whole knows a worker as well as the process that knows it worst.

@@ -21,6 +21,8 @@ MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8190
 MAX_HEADERS = 128
 KEEPALIVE_TIMEOUT_S = 75.0
+# A request may be on its way from aiohttp's queue to its handler when its body is found to have no end.
+LOST_BODY_S = 0.05
 _TOO_MANY = (b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
              b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n"
              b'{"error":{"message":"Too many connections.","type":"server_error","param":null,"code":"no_worker"}}')
@@ -109,6 +111,8 @@ class GuardedConnection(PrivateConnection):
         if not self._busy and not self._awaits_head:
             self._start(self._guard.limits.head_s, self._head_is_late)
         super().data_received(data)
+        if self._is_lost():
+            self._loop.call_later(LOST_BODY_S, self._end_open_bodies)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """See asyncio.Protocol. Whoever stops sending may still want the answers to what it sent."""
@@ -119,6 +123,7 @@ class GuardedConnection(PrivateConnection):
         if self._refused or not CAN_TELL or not is_plain or self._num_finished >= self._request_count:
             return None
         self._end_open_bodies()
+        self._loop.call_later(LOST_BODY_S, self._end_open_bodies)
         assert transport is not None
         self._half_closed = HalfClosed(transport, probe=self._probe, can_be_probed=self._can_be_probed,
                                        left=transport.abort)

@@ -42,6 +42,7 @@ class GatewayMetrics:
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
         self._table = table
+        loop = asyncio.get_running_loop()  # other threads read the metrics as well
         registry = self._registry = CollectorRegistry()
         self._state = _StateCollector(table, index, ledger)
         registry.register(self._state)
@@ -89,7 +90,7 @@ class GatewayMetrics:
                               registry=registry)
 
         Gauge("headstart_event_loop_tasks", "Tasks of the event loop; as few as before when all requests have ended.",
-              registry=registry).set_function(lambda: len(asyncio.all_tasks()))
+              registry=registry).set_function(lambda: len(asyncio.all_tasks(loop)))
 
     def reject(self, reason: str) -> None:
         """Count a connection that was cut before it became a request."""

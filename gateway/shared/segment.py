@@ -38,6 +38,10 @@ _HEADER_WORDS = 16
 _ROW_WORDS = 16
 
 
+class OtherVersion(Exception):
+    """The supervisor that made the segment laid it out differently."""
+
+
 class RowState(IntEnum):
     """`serving`: it accepts connections. `leaving`: it finishes what it has and accepts none."""
 
@@ -87,7 +91,7 @@ def new_segment_file(num_rows: int) -> int:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, layout.num_words * WORD_BYTES)
-    os.pwrite(descriptor, MAGIC.to_bytes(8, "little") + num_rows.to_bytes(8, "little"), 0)
+    os.pwrite(descriptor, np.array([MAGIC, num_rows, 0, layout.num_words], np.int64).tobytes(), 0)
     return descriptor
 
 
@@ -95,9 +99,10 @@ class Segment:
     """The mapped memory. `words` and `reals` are two views of the same bytes."""
 
     def __init__(self, descriptor: int) -> None:
-        magic, num_rows = np.frombuffer(os.pread(descriptor, 16, 0), np.int64).tolist()
-        assert magic == MAGIC, "not a segment of this version"
+        magic, num_rows, _, num_words = np.frombuffer(os.pread(descriptor, 4 * WORD_BYTES, 0), np.int64).tolist()
         self.layout = Layout(num_rows)
+        if (magic, num_words) != (MAGIC, self.layout.num_words):
+            raise OtherVersion("the shared memory is of another version of this program")
         self.num_rows = self.layout.num_rows
         self._descriptor = descriptor
         memory = memoryview(mmap.mmap(descriptor, self.layout.num_words * WORD_BYTES))

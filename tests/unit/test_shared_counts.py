@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from gateway.admission.budget import Budget, Window
 from gateway.admission.limits import Limit, Meters
 from gateway.admission.tenants import Tenant, TenantLimits
 from gateway.shared import drain_board
+from gateway.shared import segment as segment_module
 from gateway.shared.drain_board import DrainBoard
 from gateway.shared.row_table import RowTable
 from gateway.shared.segment import DRAINS_MAX, LINES_MAX, RowState, Segment, new_segment_file
@@ -159,6 +161,15 @@ async def test_a_drain_is_waited_for_until_every_living_process_has_seen_it(
     assert not await boards[0].seen_by_all(count)
     boards[2].seen(count)
     assert await boards[0].seen_by_all(count)
+
+
+def test_a_segment_laid_out_by_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = new_segment_file(ROWS)
+    Segment(descriptor)
+    monkeypatch.setattr(segment_module, "BUCKET_WORDS", segment_module.BUCKET_WORDS + 1)
+    with pytest.raises(segment_module.OtherVersion):
+        Segment(descriptor)
+    os.close(descriptor)
 
 
 def test_names_beyond_the_columns_get_none_and_known_ones_keep_theirs(segment: Segment) -> None:
