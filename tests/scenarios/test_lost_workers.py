@@ -210,12 +210,18 @@ async def test_what_a_worker_cannot_finish_before_it_ends_moves(workers: list[Ch
     """SIGTERM: the worker goes on for its drain_s, then says that it gives up. It ends here, so this test is last."""
     async with running_gateway(*(worker.url for worker in workers), worker_token=WORKER_TOKEN) as gateway:
         await gateway.until_exact(num_workers=2)
-        body = {**BODY, "stream": True, "max_tokens": 900}
+        # Four choices, one after the other since the worker runs one at a time: it cannot be done in time.
+        body = {**BODY, "stream": True, "max_tokens": 900, "n": 4}
         whole = await gateway.send("POST", CHAT, payload=body, headers={"x-request-id": "same"})
         by_id = {worker.url.removeprefix("http://"): worker for worker in workers}
         async with gateway.session.post(gateway.url + CHAT, json=body, headers={"x-request-id": "same"}) as response:
             beginning = await first_bytes(response, 2000)
             by_id[response.headers["x-headstart-worker"]].process.send_signal(signal.SIGTERM)
             rest = await response.content.read()
-        assert comparable(beginning + rest) == comparable(whole.body)
-        assert await gateway.metric('headstart_migrations_total{outcome="ok"}') == 1
+        assert by_choice(beginning + rest) == by_choice(whole.body)
+        assert 1 <= await gateway.metric('headstart_migrations_total{outcome="ok"}') <= 4
+
+
+def by_choice(body: bytes) -> list[bytes]:
+    """The events of each choice in their order, one choice behind the other."""
+    return sorted(comparable(body).split(b"\n\n"), key=lambda event: re.findall(rb'"index":(\d+),"delta"', event))
