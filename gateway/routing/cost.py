@@ -154,7 +154,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
 
     prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
     if match[2]:
-        prefill_s += SLOW_TIER_RATIO * match[2] * view.block_size * token_s
+        prefill_s += SLOW_TIER_RATIO * _slow_tokens(view, match, matched) * token_s
     queue_s = queued * token_s
     steps_s = (0.5 + (queued + uncached) / BATCH_TOKENS) * step_s if num_active else 0.0
     stream_step_s = STREAM_STEP_SHARE * step_s
@@ -205,6 +205,12 @@ def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loa
         rate = view.prefill_tokens_per_s
         least.append((tokens - _ROUNDING_TOKENS) / (rate if rate > 0 else rates.prefill_tokens_per_s))
     return least, most
+
+
+def _slow_tokens(view: EndpointView, match: Match, matched: int) -> int:
+    """Those of the matched tokens that have to be loaded: none beyond them, where nothing is spared."""
+    fast, confirmed = (match[0] - match[2]) * view.block_size, match[0] * view.block_size
+    return min(confirmed, matched) - min(fast, matched)
 
 
 def _room_s(view: EndpointView, load: LoadView, work: Work, *, step_s: float, missing_tokens: float) -> float:

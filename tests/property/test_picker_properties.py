@@ -19,7 +19,9 @@ counts = st.integers(0, 64)
 tokens = st.integers(0, 100_000)
 ratios = st.floats(0, 1, exclude_max=True)
 loads = st.builds(LoadView, counts, tokens, tokens, counts, tokens, st.floats(0, 1000))
-matches = st.builds(Match, st.integers(0, 400), st.integers(0, 50))
+# Slow blocks are some of the confirmed ones.
+matches = st.integers(0, 400).flatmap(lambda confirmed: st.builds(
+    Match, st.just(confirmed), st.integers(0, 50), st.just(0) | st.integers(0, confirmed)))
 views = st.builds(
     EndpointView, endpoint_id=st.sampled_from("abcdefgh"), epoch=st.just("1"), models=st.just(frozenset({"m"})),
     ready=st.booleans(), draining=st.booleans(), knowledge=st.sampled_from(Knowledge),
@@ -133,7 +135,12 @@ def test_more_cache_never_costs_more_and_more_load_never_costs_less(
 
     base = total(view, match, load)
     slack = 1e-9 * abs(base)
-    assert total(view, Match(match.confirmed_blocks + more, match.speculative_blocks), load) <= base + slack
+    confirmed, speculative, slow = match
+    assert total(view, Match(confirmed + more, speculative, slow), load) <= base + slack
+    assert total(view, Match(confirmed, speculative + more, slow), load) <= base + slack
+    assert total(view, Match(confirmed, speculative), load) <= base + slack
+    known = total(view, Match(confirmed, 0, slow), load)
+    assert total(view, Match(confirmed + more, 0, slow + more), load) <= known + 1e-9 * abs(known)
     assert total(view, match, load._replace(num_inflight=load.num_inflight + more)) >= base - slack
     assert total(view, match, load._replace(queued_prefill_tokens=load.queued_prefill_tokens + more)) >= base - slack
     longer_queue = replace(view, waiting_prefill_tokens=view.waiting_prefill_tokens + more)
