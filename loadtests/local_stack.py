@@ -6,6 +6,7 @@ Owns the child processes it starts, and nothing else: it never signals a process
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -63,6 +64,22 @@ class Child:
             time.sleep(POLL_S)
         raise StackError(f"{self.url}{path} was not ready after {timeout_s:.0f} s:\n{self.log_tail()}")
 
+    def wait_workers_ready(self, num_workers: int, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """As wait_ready, until the gateway lists so many ready workers: it is ready itself from the first one on."""
+        deadline = time.monotonic() + timeout_s
+        while (states := self._worker_states()).count("ready") < num_workers:
+            if self.process.poll() is not None:
+                raise StackError(f"ended with exit code {self.process.returncode}:\n{self.log_tail()}")
+            if time.monotonic() >= deadline:
+                raise StackError(f"workers after {timeout_s:.0f} s: {', '.join(states)}:\n{self.log_tail()}")
+            time.sleep(POLL_S)
+
+    def _worker_states(self) -> list[str]:
+        headers = {"Authorization": f"Bearer {self.admin_token}"}
+        request = urllib.request.Request(f"{self.url}/admin/workers", headers=headers)
+        with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as response:
+            return [str(worker["state"]) for worker in json.load(response)["workers"]]
+
     def stop(self) -> None:
         """SIGINT, as Ctrl-C does, then SIGKILL to this child alone when it does not end in time."""
         if self.process.poll() is None:
@@ -109,7 +126,7 @@ def _running(child: Child, *, wait: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_stack(*, workers: int, model: str, arguments: Sequence[str] = (), wait: bool = True) -> Iterator[Child]:
-    """`headstart up` on a free port: yields it ready, and stops it at the end."""
+    """`headstart up` on a free port: yields it when its gateway lists every worker ready, stops it at the end."""
     port = free_port()
     token = secrets.token_hex(16)
     worker_token = secrets.token_hex(16)
@@ -120,6 +137,8 @@ def running_stack(*, workers: int, model: str, arguments: Sequence[str] = (), wa
     )
     child.admin_token, child.worker_token = token, worker_token
     with _running(child, wait=wait):
+        if wait:
+            child.wait_workers_ready(workers)
         yield child
 
 

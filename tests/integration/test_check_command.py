@@ -27,8 +27,8 @@ def check(url: str, *arguments: str) -> tuple[int, str, str]:
 
 def test_every_worker_is_listed_and_predicted_equals_reported(stack: Child) -> None:
     code, out, err = check(stack.url, "--admin-token", str(stack.admin_token), "--json")
+    assert code == 0, out + err
     report = json.loads(out)
-    assert code == 0, (out, err)
     assert report["ok"]
     assert len(report["workers"]) == 2
     for worker in report["workers"]:
