@@ -33,7 +33,19 @@ def transformers_model(family: str) -> Any:
     return loader._load_weights(folder, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Fused products, norms elsewhere, experts, latents: these run through transformers' modules.
+NOT_COMPACT = {"phi3", "phi4", "phi4_longrope", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2",
+               "deepseek_v3"}
+
+
+@pytest.mark.parametrize("family", sorted(NOT_COMPACT))
+def test_what_is_of_another_kind_says_so_and_runs_all_the_same(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert load(family)._compact is None
+    assert "runs through transformers' own modules" in caplog.text
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_COMPACT])
 def test_every_family_is_compact_in_fast_mode_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load(family)._compact is not None

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tests.support.gateway_in_process import running_gateway
-from tests.support.not_http import CANARY, NOT_HTTP, check_refused, send_raw
+from tests.support.not_http import CANARY, NOT_HTTP, WRONG_AFTER_A_CHUNK, check_refused, send_raw
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.05], ids=["at once", "body later"])
@@ -22,3 +22,10 @@ async def test_what_is_not_http_is_refused_and_never_logged(name: str, pause_s: 
     assert CANARY.decode() not in log
     assert "Error handling request" not in log
     assert "Unhandled exception" not in log
+
+
+@pytest.mark.parametrize("name", WRONG_AFTER_A_CHUNK)
+async def test_a_body_that_goes_wrong_where_a_chunk_ends_is_not_waited_for(name: str) -> None:
+    first, rest = WRONG_AFTER_A_CHUNK[name]
+    async with running_gateway("http://127.0.0.1:9") as gateway:
+        check_refused(await send_raw(gateway.gateway.port, first + rest, pause_s=0.2, pause_at=len(first)))

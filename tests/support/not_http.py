@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from typing import NamedTuple
 
 import orjson
@@ -32,6 +33,17 @@ NOT_HTTP = {
     "no path": b"GET http://[" + CANARY + b" HTTP/1.1\r\nHost: x\r\n\r\n",
 }
 
+_CHUNK = b"%x\r\n" % len(_BODY) + _BODY
+_DEFLATE = zlib.compressobj()
+_DEFLATED = _DEFLATE.compress(_BODY) + _DEFLATE.flush(zlib.Z_SYNC_FLUSH)
+# (what comes first, what comes once that was read): the end of a chunk and what is wrong arrive in one piece.
+WRONG_AFTER_A_CHUNK = {
+    "a bare LF in the trailers": (_HEAD + _CHUNKED + _CHUNK, b"\r\n0\r\nX: " + CANARY + b"\n\r\n"),
+    "no chunk size": (_HEAD + _CHUNKED + _CHUNK, b"\r\n" + CANARY + b"\r\n"),
+    "no deflate": (_HEAD + b"Content-Encoding: deflate\r\n" + _CHUNKED + b"%x\r\n" % len(_DEFLATED) + _DEFLATED,
+                   b"\r\n%x\r\n" % (len(CANARY) + 1) + b"\xff" + CANARY + b"\r\n0\r\n\r\n"),
+}
+
 
 class RawAnswer(NamedTuple):
     """What came back before the server closed the connection."""
@@ -41,14 +53,15 @@ class RawAnswer(NamedTuple):
     body: bytes
 
 
-async def send_raw(port: int, request: bytes, *, pause_s: float = 0.0) -> RawAnswer:
-    """Send, with a pause before the body where one is asked for, and read until the server closes."""
+async def send_raw(port: int, request: bytes, *, pause_s: float = 0.0, pause_at: int | None = None) -> RawAnswer:
+    """Send, with a pause where one is asked for (before the body if not told), and read until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        body_at = request.find(b"\r\n\r\n") + 4 if pause_s else len(request)
-        writer.write(request[:body_at])
+        if pause_at is None:
+            pause_at = request.find(b"\r\n\r\n") + 4 if pause_s else len(request)
+        writer.write(request[:pause_at])
         await asyncio.sleep(pause_s)
-        writer.write(request[body_at:])
+        writer.write(request[pause_at:])
         async with asyncio.timeout(ANSWER_S):
             answer = await reader.read()
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ def build_compact(model: Any, device: torch.device) -> CompactDecoder:
     seen = _DensePass()
     expected = model(input_ids=layout.token_ids, position_ids=layout.position_ids, use_cache=False,
                      attention_pass=seen, logits_to_keep=layout.logits_rows).logits[0].float()
-    ropes, kinds = _ropes(base.rotary_emb, config)
+    ropes, kinds = _ropes(base.rotary_emb, config, layers)
     _check_calls(seen.calls, len(layers), *ropes[0](expected.new_zeros(1, 1), layout.position_ids))
     decoder = CompactDecoder(
         embed=base.embed_tokens, embedding_multiplier=float(getattr(config, "embedding_multiplier", 1.0)),
@@ -122,13 +123,24 @@ def _check_calls(calls: dict[int, AttentionCall], num_layers: int, cos: torch.Te
             raise NotCompact("rope turns a part of each head only, or values are not as wide as keys")
 
 
-def _ropes(module: Any, config: Any) -> tuple[tuple[Rope, ...], list[int]]:
+def _ropes(module: Any, config: Any, layers: Sequence[Any]) -> tuple[tuple[Rope, ...], list[int]]:
     """The model's ropes, and each layer's index into them."""
     if "layer_type" not in inspect.signature(module.forward).parameters:
-        return (lambda x, position_ids: module(x, position_ids),), [0] * int(config.num_hidden_layers)
+        def rope(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            turned: tuple[torch.Tensor, torch.Tensor] = module(x, position_ids)
+            return turned
+
+        # SmolLM3 turns nothing in some layers.
+        return (rope, partial(_no_turn, rope)), [0 if getattr(layer.self_attn, "use_rope", True) else 1
+                                                 for layer in layers]
     kinds = list(dict.fromkeys(config.layer_types))
     ropes = tuple(partial(_rope_of_kind, module, kind) for kind in kinds)
     return ropes, [kinds.index(kind) for kind in config.layer_types]
+
+
+def _no_turn(rope: Rope, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rope(x, position_ids)
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def _rope_of_kind(module: Any, kind: str, x: torch.Tensor,

@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import _ErrInfo
 from aiohttp.web_request import BaseRequest
@@ -51,6 +51,8 @@ class PrivateConnection(web.RequestHandler):
         super().data_received(data)
         if self._is_lost():
             self._end_open_bodies()     # nothing more can come, and aiohttp would let their readers wait
+        elif self._current_request is not None:
+            self._tell_again(self._current_request.content)  # of a bad compression: it found that itself
 
     def _is_lost(self) -> bool:
         """Whether what came last was not HTTP."""
@@ -61,6 +63,16 @@ class PrivateConnection(web.RequestHandler):
         for body in [payload for _, payload in self._messages] + ([] if reading is None else [reading.content]):
             if not body.is_eof() and body.exception() is None:
                 body.set_exception(web.RequestPayloadError())
+                self._tell_again(body)
+
+    def _tell_again(self, body: StreamReader) -> None:
+        """A reader woken by the end of a chunk, in the same turn of the loop, misses its body's failure and waits on.
+
+        aiohttp looks for one before the first wait alone. What is called here runs once that reader waits again.
+        """
+        failure = body.exception()
+        if isinstance(failure, BaseException):
+            self._loop.call_soon(body.set_exception, failure)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         error = kw.get("exc_info")

@@ -67,7 +67,7 @@ CASES = [
     Case("tokenize without text", "/tokenize", {"model": "tiny"}, 400, "invalid_request", "prompt"),
     Case("detokenize of a word", "/detokenize", {"tokens": ["a"]}, 400, "invalid_request", "tokens"),
     Case("abort without an id", "/abort", {}, 400, "invalid_request", "request_id"),
-    Case("unknown path", "/v1/embeddings", {}, 404, "not_found", None),
+    Case("unknown path", "/v1/no/such/path", {}, 404, "not_found", None),
     Case("wrong method", "/v1/models", {}, 405, "method_not_allowed", None),
 ]
 

@@ -101,8 +101,9 @@ RESUME = {"generated": 1, "choice": 0, "sent_chars": 0, "id": "cmpl-1", "created
 
 
 @pytest.mark.parametrize(("changes", "fields"), [
-    ({"generated": 0}, {}), ({"generated": 2}, {}), ({"generated": "1"}, {}), ({"sent_chars": 50}, {}),
-    ({"id": ""}, {}), ({"choice": -1}, {}), ({}, {"stream": False}), ({}, {"max_tokens": 1}), ({}, {"stop": "b"})])
+    ({"generated": -1}, {}), ({"generated": 0, "sent_chars": 1}, {}), ({"generated": 2}, {}),
+    ({"generated": "1"}, {}), ({"sent_chars": 50}, {}), ({"id": ""}, {}), ({"choice": -1}, {}),
+    ({}, {"stream": False}), ({}, {"max_tokens": 1}), ({}, {"stop": "b"})])
 async def test_a_resumption_that_makes_no_sense(client: aiohttp.ClientSession, changes: dict[str, Any],
                                                 fields: dict[str, Any]) -> None:
     header = orjson.dumps(RESUME | changes).decode()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.local_stack import Child
-from tests.support.not_http import CANARY, NOT_HTTP, check_refused, send_raw
+from tests.support.not_http import CANARY, NOT_HTTP, WRONG_AFTER_A_CHUNK, check_refused, send_raw
 from tests.support.tiny_worker import running_tiny_worker
 
 LOG_CHARS = 1_000_000
@@ -28,6 +28,13 @@ async def test_what_is_not_http_is_refused_and_never_logged(talkative: Child, na
     assert "not_http" in log
     assert CANARY.decode() not in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("name", WRONG_AFTER_A_CHUNK)
+async def test_a_body_that_goes_wrong_where_a_chunk_ends_is_not_waited_for(talkative: Child, name: str) -> None:
+    first, rest = WRONG_AFTER_A_CHUNK[name]
+    check_refused(await send_raw(port_of(talkative), first + rest, pause_s=0.2, pause_at=len(first)))
+    assert CANARY.decode() not in talkative.log_tail(LOG_CHARS)
 
 
 async def test_an_unknown_expectation_is_not_echoed(talkative: Child) -> None:
