@@ -60,7 +60,8 @@ class PickInput(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class RoutingDecision:
-    """Where to send the request, and why; nobody changes it. matched = confirmed + speculative tokens, at most prompt - 1.
+    """Where to send the request, and why; nobody changes it. matched = confirmed + speculative tokens, at most
+    prompt - 1.
 
     `uncached_tokens` is what to book as prefill, `cost` what it costs there (None from policies that compute none),
     `most_matched_tokens` the longest match of all that were considered.

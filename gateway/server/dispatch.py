@@ -161,7 +161,7 @@ class Dispatcher:
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
-        endpoints = self._table.serving(prompt.model) or self._table.joined(prompt.model)
+        endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
         given = PickInput(
             endpoints=self.learning.with_rates([endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
                                                 for endpoint in endpoints], prompt.num_prompt_tokens),
@@ -175,7 +175,8 @@ class Dispatcher:
             shared_ratio=self._ledger.shared_ratio)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
-            decision = self._policy(structs.replace(given, excluded=excluded))  # a full or doubtful one is better than none
+            # A full or doubtful one is better than none.
+            decision = self._policy(structs.replace(given, excluded=excluded))
         if record is not None:
             record.stages["match"] = matched_at - began_at
             record.stages["pick"] = time.perf_counter() - matched_at
