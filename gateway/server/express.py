@@ -27,7 +27,7 @@ from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
 from gateway.server.dispatch import Choosing, Dispatcher, Placement
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, new_request_id
-from gateway.server.reading import Given, Intake, Reading
+from gateway.server.reading import Given, Intake, Plan, Reading
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, routing_headers
@@ -73,6 +73,8 @@ class Express:
         self.suspect = suspect
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[Passenger, None] = {}
+        self._departing: list[Passenger] = []
+        self._arriving: list[Passenger] = []
         self._look: asyncio.TimerHandle | None = None
 
     @property
@@ -80,26 +82,55 @@ class Express:
         """Requests that await a worker."""
         return len(self._under_way)
 
-    def board(self, client: Client, facts: HeadFacts, data: bytes, body: bytes) -> Passenger | None:
-        """Take a request, of which `data` is everything. None when it has had its answer or was handed over."""
+    def board(self, client: Client, facts: HeadFacts, data: bytes, body: bytes) -> Passenger:
+        """Take a request, of which `data` is everything."""
         record = RequestRecord(facts.request_id or new_request_id(), facts.route.path, client=self.access.client_at(
             client.client_address, facts.forwarded_for, facts.forwarded))
-        passenger = Passenger(self, client, facts, data, record)
+        passenger = Passenger(self, client, facts, Given(
+            body, facts.route, record, facts.tenant, {REQUEST_ID_HEADER: record.request_id, **facts.passed_on}), data)
+        self._under_way[passenger] = None
+        if not self._departing:
+            self._loop.call_soon(self._depart_all)
+        self._departing.append(passenger)
+        return passenger
+
+    def arrived(self, passenger: Passenger) -> None:
+        """Its whole answer is here."""
+        if not self._arriving:
+            self._loop.call_soon(self._arrive_all)
+        self._arriving.append(passenger)
+
+    def _depart_all(self) -> None:
+        """Those who came in one turn of the loop take each step together: what a step needs of the processor's caches
+        is then loaded once for all."""
+        departing, self._departing = self._departing, []
+        for step in _DEPARTURE:
+            departing = [passenger for passenger in departing if self._goes_on(passenger, step)]
+        if self._look is None and self._under_way:
+            self._look = self._loop.call_later(LOST_LOOK_S, self._look_at_all)
+
+    def _arrive_all(self) -> None:
+        arriving, self._arriving = self._arriving, []
+        for step in _ARRIVAL:
+            arriving = [passenger for passenger in arriving if self._goes_on(passenger, step)]
+
+    def _goes_on(self, passenger: Passenger, step: Callable[[Passenger], bool]) -> bool:
+        """Whether there is more for it to do here."""
+        if passenger not in self._under_way:
+            return False
         try:
-            if not passenger.depart(body):
-                client.hand_over(passenger)
-                return None
+            goes_on = step(passenger)
         except ApiError as error:
             passenger.refuse(error)
-            return None
+            return False
         except Exception:
+            record = passenger.record
             _log.exception("internal_error", request_id=record.request_id, path=record.route)
             passenger.refuse(errors.internal_error(record.request_id))
-            return None
-        self._under_way[passenger] = None
-        if self._look is None:
-            self._look = self._loop.call_later(LOST_LOOK_S, self._look_at_all)
-        return passenger
+            return False
+        if not goes_on:
+            passenger.hand_over()
+        return goes_on
 
     def left(self, passenger: Passenger) -> None:
         """It is under way no more."""
@@ -123,43 +154,115 @@ class Express:
 
 class Passenger:
     """One request, as far as it has come: it has a visit once its tenant's limits let it in, an intake once it has
-    been read, and a placement once a worker has been asked."""
+    been read, and a placement once a worker has been chosen.
 
-    __slots__ = ("_client", "_express", "data", "exchange", "facts", "headers", "intake", "placement", "record",
-                 "visit")
+    A step returns False where the rest is for the usual way; it raises ApiError for what is refused.
+    """
 
-    def __init__(self, express: Express, client: Client, facts: HeadFacts, data: bytes,
-                 record: RequestRecord) -> None:
+    __slots__ = ("_answer", "_client", "_express", "_given", "_plan", "data", "exchange", "facts", "headers",
+                 "intake", "placement", "record", "visit")
+
+    def __init__(self, express: Express, client: Client, facts: HeadFacts, given: Given, data: bytes) -> None:
         self._express = express
         self._client = client
+        self._given = given
         self.facts = facts
         self.data = data
-        self.record = record
+        self.record = record = given.record
         self.headers: dict[str, str] = {REQUEST_ID_HEADER: record.request_id, **facts.headers}
         self.visit: Visit | None = None
         self.intake: Intake | None = None
         self.placement: Placement | None = None
         self.exchange: Exchange | None = None
+        self._plan: Plan | None = None
+        self._answer = b""
 
-    def depart(self, body: bytes) -> bool:
-        """Up to the worker. False where the rest is for the usual way; ApiError for what is refused."""
-        express, facts, record = self._express, self.facts, self.record
+    # ---- on the way to a worker ----------------------------------------------------------------------------------
+
+    def enter(self) -> bool:
+        """Its tenant's limits let it in."""
+        facts, record = self.facts, self.record
         record.tenant = facts.tenant.tenant_id or None
-        visit = self.visit = express.admission.enter(facts.tenant, record)
-        visit.set_deadline(facts.deadline)
-        intake = self.intake = express.reading.take_in_at_once(Given(
-            body, facts.route, record, facts.tenant, {REQUEST_ID_HEADER: record.request_id, **facts.passed_on}))
-        if intake is None or not visit.turn_at_once(express.reading.ask(intake)):
+        self.visit = self._express.admission.enter(facts.tenant, record)
+        self.visit.set_deadline(facts.deadline)
+        return True
+
+    def parse(self) -> bool:
+        """Its body is understood."""
+        self._plan = self._express.reading.plan_at_once(self._given)
+        return self._plan is not None
+
+    def tokenise(self) -> bool:
+        """And has become tokens and hashes."""
+        assert self._plan is not None, "parsed before"
+        self.intake = self._express.reading.take_in_at_once(self._given, self._plan)
+        return self.intake is not None
+
+    def choose(self) -> bool:
+        """It takes a place, and a worker is chosen and booked."""
+        express, intake, visit = self._express, self.intake, self.visit
+        assert intake is not None, "tokenised before"
+        assert visit is not None, "entered before"
+        if not visit.turn_at_once(express.reading.ask(intake)):
             return False
         if intake.parsed.stream and express.config.hedge_after_s is not None:
             return False
-        placement = self.placement = self._choose(intake)
-        exchange = express.upstream.send_at_once(placement.upstream_request)
+        self.placement = Choosing(express.dispatcher, intake.routed, self.record, suspect=express.suspect,
+                                  address=lambda endpoint: express.address(intake, endpoint))(frozenset(), None)
+        return True
+
+    def send(self) -> bool:
+        """It is on its way."""
+        upstream, placement = self._express.upstream, self.placement
+        assert placement is not None, "a first choice is a worker or a refusal"
+        exchange = upstream.send_at_once(placement.upstream_request)
         if exchange is None:
             return False
-        placement.asked(lambda: express.upstream.follow(exchange, placement.upstream_request))
+        placement.asked(lambda: upstream.follow(exchange, placement.upstream_request))
         self.exchange, exchange.on_news = exchange, self._news
         return True
+
+    # ---- and back ------------------------------------------------------------------------------------------------
+
+    def _news(self) -> None:
+        """Something has arrived from the worker, or an end."""
+        exchange = self.exchange
+        assert exchange is not None, "news of what was never sent"
+        body = exchange.whole()
+        if body and exchange.status == 200 and not exchange.headers.get("content-type", "").startswith(EVENT_STREAM):
+            exchange.on_news, self._answer = None, body
+            self._express.arrived(self)
+        elif exchange.has_body_or_end:
+            self.hand_over()
+
+    def answer(self) -> bool:
+        """The client has its answer."""
+        placement, record, intake, exchange = self.placement, self.record, self.intake, self.exchange
+        assert placement is not None
+        assert intake is not None
+        assert exchange is not None
+        try:
+            answer_began(record, placement, exchange)
+            body = answer_ended(record, placement, exchange, self._answer, is_complete=True, learn=intake.learn)
+        except AttemptFailed:
+            return False
+        headers = {"Content-Type": exchange.headers.get("content-type", JSON_TYPE), **self.headers}
+        if self._express.config.expose_routing:
+            headers |= routing_headers(placement)
+        self._client.answer(200, headers, body)
+        return True
+
+    def end(self) -> bool:
+        """What it held is given back, and accounted for."""
+        self._leave()
+        if self.placement is not None:
+            self.placement.release()
+        if self.visit is not None:
+            self.visit.end()
+        self._express.ended(self.record)
+        return True
+
+    # ---- other ends ----------------------------------------------------------------------------------------------
 
     def boarded(self) -> Visit:
         """Its visit, which now is whose hands it is in."""
@@ -169,11 +272,11 @@ class Passenger:
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has waited long, or for a worker that is lost."""
-        assert self.placement is not None, "who is under way has been placed"
         limit_s = min(WAIT_MAX_S, self._express.config.first_byte_timeout_s - LOST_LOOK_S)
         if self.visit is not None and self.visit.deadline_at is not None:
             limit_s = min(limit_s, self.visit.deadline_at - LOST_LOOK_S - self.record.began_at)
-        return now - self.record.began_at > limit_s or self.placement.is_lost()
+        is_lost = self.placement is not None and self.placement.is_lost()
+        return is_lost or now - self.record.began_at > limit_s
 
     def hand_over(self) -> None:
         """The usual way goes on from here."""
@@ -194,43 +297,6 @@ class Passenger:
         self._drop()
         self._express.ended(self.record)
 
-    def _choose(self, intake: Intake) -> Placement:
-        express = self._express
-        placement = Choosing(express.dispatcher, intake.routed, self.record, suspect=express.suspect,
-                             address=lambda endpoint: express.address(intake, endpoint))(frozenset(), None)
-        assert placement is not None, "a first choice is a worker or a refusal"
-        return placement
-
-    def _news(self) -> None:
-        """Something has arrived from the worker, or an end."""
-        exchange = self.exchange
-        assert exchange is not None, "news of what was never sent"
-        body = exchange.whole()
-        if body and exchange.status == 200 and not exchange.headers.get("content-type", "").startswith(EVENT_STREAM):
-            self._arrive(exchange, body)
-        elif exchange.has_body_or_end:
-            self.hand_over()
-
-    def _arrive(self, exchange: Exchange, body: bytes) -> None:
-        placement, record, intake = self.placement, self.record, self.intake
-        assert placement is not None
-        assert intake is not None
-        try:
-            answer_began(record, placement, exchange)
-            body = answer_ended(record, placement, exchange, body, is_complete=True, learn=intake.learn)
-        except AttemptFailed:
-            self.hand_over()
-            return
-        self._leave()
-        headers = {"Content-Type": exchange.headers.get("content-type", JSON_TYPE), **self.headers}
-        if self._express.config.expose_routing:
-            headers |= routing_headers(placement)
-        self._client.answer(200, headers, body)
-        placement.release()
-        if self.visit is not None:
-            self.visit.end()
-        self._express.ended(record)
-
     def _leave(self) -> None:
         self._express.left(self)
         if self.exchange is not None:
@@ -246,3 +312,7 @@ class Passenger:
         if self.visit is not None:
             self.visit.end()
             self.visit = None
+
+
+_DEPARTURE = (Passenger.enter, Passenger.parse, Passenger.tokenise, Passenger.choose, Passenger.send)
+_ARRIVAL = (Passenger.answer, Passenger.end)

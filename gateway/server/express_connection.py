@@ -102,8 +102,8 @@ class ExpressConnection(GuardedConnection):
             self.answered()  # whoever does not read is watched
 
     def hand_over(self, passenger: Passenger) -> None:
-        """See express.Client."""
-        self._passenger, self.begun = None, passenger
+        """See express.Client. Who has not been let in yet begins anew."""
+        self._passenger, self.begun = None, None if passenger.visit is None else passenger
         self._feed(passenger.data)
 
     def _board(self, data: bytes) -> bool:

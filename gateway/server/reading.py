@@ -55,7 +55,7 @@ class Intake(Struct, frozen=True):
     learn: Learn | None = None
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """A parsed request, and what is to be made of its prompt."""
 
     body: bytes
@@ -86,12 +86,15 @@ class Reading:
         plan = self._plan(given, read, began_at)
         return self._intake(given, plan, await self._prompt_work.prepare(plan.task))
 
-    def take_in_at_once(self, given: Given) -> Intake | None:
-        """take_in(), or None where that is no work for the event loop."""
+    def plan_at_once(self, given: Given) -> Plan | None:
+        """The first half of take_in(), or None where that is no work for the event loop."""
         if len(given.body) > ON_LOOP_PARSE_BYTES:
             return None
         began_at = time.perf_counter()
-        plan = self._plan(given, given.route.read(given.body), began_at)
+        return self._plan(given, given.route.read(given.body), began_at)
+
+    def take_in_at_once(self, given: Given, plan: Plan) -> Intake | None:
+        """The second half of take_in(), or None where that is no work for the event loop."""
         prepared = self._prompt_work.at_once(plan.task)
         return None if prepared is None else self._intake(given, plan, prepared)
 
@@ -113,7 +116,7 @@ class Reading:
             raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
         raise errors.model_not_found(model, filter(tenant.may_use, known))
 
-    def _plan(self, given: Given, read: tuple[bytes, PromptRequest, Way | None], began_at: float) -> _Plan:
+    def _plan(self, given: Given, read: tuple[bytes, PromptRequest, Way | None], began_at: float) -> Plan:
         record, tenant, (body, parsed, way) = given.record, given.tenant, read
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
@@ -129,9 +132,9 @@ class Reading:
             scope=tenant.text_scope if parsed.cache_salt is None else tenant.text_scope + parsed.cache_salt,
             limit=_limit(self._table.service(reference.model), reference, given.route),
             replies=None if owner is None else self.replies.of(owner))
-        return _Plan(body, parsed, way, reference, owner, task)
+        return Plan(body, parsed, way, reference, owner, task)
 
-    def _intake(self, given: Given, plan: _Plan, prepared: PreparedPrompt) -> Intake:
+    def _intake(self, given: Given, plan: Plan, prepared: PreparedPrompt) -> Intake:
         record, parsed = given.record, plan.parsed
         record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
         record.prompt_tokens = prepared.num_tokens
