@@ -65,6 +65,7 @@ class Express:
         self.config = state.config
         self.access = state.access
         self.admission = state.admission
+        self.count = state.metrics.express
         self.reading = reading
         self.dispatcher = dispatcher
         self.upstream = upstream
@@ -86,8 +87,9 @@ class Express:
         """Take a request, of which `data` is everything."""
         record = RequestRecord(facts.request_id or new_request_id(), facts.route.path, client=self.access.client_at(
             client.client_address, facts.forwarded_for, facts.forwarded))
-        passenger = Passenger(self, client, facts, Given(
-            body, facts.route, record, facts.tenant, {REQUEST_ID_HEADER: record.request_id, **facts.passed_on}), data)
+        passed_on = {REQUEST_ID_HEADER: record.request_id, **facts.passed_on}
+        passenger = Passenger(self, client, facts, Given(body, facts.route, record, facts.tenant, passed_on),
+                              data=data)
         self._under_way[passenger] = None
         if not self._departing:
             self._loop.call_soon(self._depart_all)
@@ -132,9 +134,11 @@ class Express:
             passenger.hand_over()
         return goes_on
 
-    def left(self, passenger: Passenger) -> None:
-        """It is under way no more."""
-        self._under_way.pop(passenger, None)
+    def left(self, passenger: Passenger, outcome: str) -> None:
+        """It is in the lane no more."""
+        if passenger in self._under_way:
+            del self._under_way[passenger]
+            self.count(outcome)
 
     def cut_short(self) -> None:
         """Answer whoever still waits: the gateway stops."""
@@ -162,7 +166,7 @@ class Passenger:
     __slots__ = ("_answer", "_client", "_express", "_given", "_plan", "data", "exchange", "facts", "headers",
                  "intake", "placement", "record", "visit")
 
-    def __init__(self, express: Express, client: Client, facts: HeadFacts, given: Given, data: bytes) -> None:
+    def __init__(self, express: Express, client: Client, facts: HeadFacts, given: Given, *, data: bytes) -> None:
         self._express = express
         self._client = client
         self._given = given
@@ -254,7 +258,7 @@ class Passenger:
 
     def end(self) -> bool:
         """What it held is given back, and accounted for."""
-        self._leave()
+        self._leave("answered")
         if self.placement is not None:
             self.placement.release()
         if self.visit is not None:
@@ -280,13 +284,13 @@ class Passenger:
 
     def hand_over(self) -> None:
         """The usual way goes on from here."""
-        self._leave()
+        self._leave("handed_over")
         self._client.hand_over(self)
 
     def refuse(self, error: ApiError) -> None:
         """The request ends in this error."""
         self.record.refused(error)
-        self._drop()
+        self._drop("refused")
         headers = {"Content-Type": JSON_TYPE, **error.headers, **self.headers}
         self._client.answer(error.status, headers, orjson.dumps(error.body()))
         self._express.ended(self.record)
@@ -294,17 +298,17 @@ class Passenger:
     def client_left(self) -> None:
         """The connection is gone; whatever was under way ends."""
         self.record.status, self.record.outcome = CLIENT_CLOSED_REQUEST, "client_left"
-        self._drop()
+        self._drop("left")
         self._express.ended(self.record)
 
-    def _leave(self) -> None:
-        self._express.left(self)
+    def _leave(self, outcome: str) -> None:
+        self._express.left(self, outcome)
         if self.exchange is not None:
             self.exchange.on_news = None
 
-    def _drop(self) -> None:
+    def _drop(self, outcome: str) -> None:
         """Give back whatever it holds."""
-        self._leave()
+        self._leave(outcome)
         if self.exchange is not None:
             self.exchange.close()
         if self.placement is not None:
