@@ -241,10 +241,10 @@ class Generate:
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
-        reference, adapter_keys = self.reference(parsed.model, tenant), self._table.adapter_keys(parsed.model)
+        reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
         if visit is not None:
             visit.refuse_early(reference.model, parsed.priority, len(body))
-        schemes = [] if parsed.is_uncached else self._dispatcher.schemes(parsed.model)
+        schemes, adapter_keys = () if parsed.is_uncached else service.schemes, service.adapter_keys
         owner = self._remembering.owner(parsed, tenant, schemes)
         scope = tenant.sharing_group.hex() + "/" + (parsed.cache_salt or "")
         prepared = await self._prompt_work.prepare(
@@ -271,7 +271,7 @@ class Generate:
                    lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
-        most = self._dispatcher.max_context(reference.model)
+        most = self._table.service(reference.model).max_context
         return None if most is None else PromptLimit(most, reference.token_bound, route.prompt_param)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
