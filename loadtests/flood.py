@@ -4,10 +4,10 @@
 
 Two tenants of equal weight, one real worker on a seeded model with a core of its own, gateway and clients on the
 other cores. (Two workers would share the cores of a small machine: each would be slower while the other is busy, and
-that is not the gateway's doing.) Phases with and without the flood take turns. Arrivals are Poisson and do not wait for
-answers; every prompt is new. The flood offers 20 times half of what the worker was measured to serve when it never
-rests, heeds no Retry-After, and its requests are a quarter as long as the quiet tenant's: behind whom one waits is
-what fairness is about, how long one such request takes is not.
+that is not the gateway's doing.) Phases with and without the flood take turns. Arrivals are Poisson and do not wait
+for answers; every prompt is new. The flood offers 20 times half of what the worker was measured to serve when it
+never rests, heeds no Retry-After, and its requests are a quarter as long as the quiet tenant's: behind whom one waits
+is what fairness is about, how long one such request takes is not.
 """
 
 from __future__ import annotations
