@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from worker.prompt.grammar_spec import ANY_OBJECT
+from worker.prompt.grammar_spec import ANY_OBJECT, check_schema
 from worker.prompt.request_schema import ResponseFormat
 from worker.protocol.api_error import invalid_request
 
@@ -37,6 +37,7 @@ def response_schema(wanted: ResponseFormat | None) -> str | None:
             if wanted.json_schema is None or wanted.json_schema.schema is None:
                 raise invalid_request("response_format of type 'json_schema' needs json_schema.schema, an object.",
                                       "response_format")
+            check_schema(wanted.json_schema.schema, "response_format")
             return msgspec.json.encode(wanted.json_schema.schema).decode()
         case other:
             raise invalid_request(f"response_format of type {str(other)[:64]!r} is not supported; 'text', "

@@ -6,7 +6,7 @@ Owns which of a request's fields lead to which. A grammar is needed where the fo
 
 from __future__ import annotations
 
-from worker.prompt.grammar_spec import GrammarKind, GrammarSpec, grammar_spec
+from worker.prompt.grammar_spec import GrammarKind, GrammarSpec, check_schema, grammar_spec
 from worker.prompt.output_shape import ToolChoice
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
@@ -21,6 +21,8 @@ def grammar_of(body: ChatRequest | CompletionRequest, renderer: PromptRenderer) 
         if not forced and body.response_schema is None:
             return None
         tools = [tool for tool in body.tools or () if body.forced_tool in (None, tool["function"]["name"])]
+        for tool in tools:
+            check_schema(tool["function"].get("parameters"), "tools")
         text = tool_call_grammar(
             renderer.tool_style, tools, marker_id=_marker_id(renderer), parallel=body.parallel_tool_calls,
             answer_schema=None if forced else body.response_schema)
