@@ -84,7 +84,7 @@ class GatewayConfig:
                                           help="ask a second worker when a stream has not begun by then; none: never")
     max_hedges: int = setting(8, bounds=(1, None), table="failure", help="requests asked twice at the same time")
     health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
-    max_inflight_per_worker: int = setting(1024, bounds=(1, None), table="admission",
+    max_inflight_per_worker: int = setting(512, bounds=(1, None), table="admission",
                                            help="requests under way at a worker; more wait here")
     max_queued_requests: int = setting(4096, bounds=(0, None), table="admission",
                                        help="requests that may wait, for each model")
@@ -92,6 +92,10 @@ class GatewayConfig:
                                     help="bytes of the bodies that may wait, for each model")
     max_queue_wait_s: float = setting(60.0, bounds=(0.001, None), table="admission",
                                       help="waiting for a worker at most")
+    reserved_places_ratio: float = setting(0.125, bounds=(0.0, 0.9), table="admission",
+                                           help="share of the places that a tenant alone leaves to others")
+    catch_up_tokens: int = setting(32_768, bounds=(0, None), table="admission",
+                                   help="how far, for a weight of 1, who used less than others may go before them")
     ttft_slo_s: float | None = setting(None, bounds=(0.001, None), table="admission",
                                        help="refuse what would not begin within this; none: never")
     keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")

@@ -152,7 +152,8 @@ def _sequences(generation: Generation, admission: Admission) -> list[SubmitSeque
             token_ids=prompt,
             params=admission.params_of(number), max_new_tokens=admission.max_new_tokens[index],
             stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys, priority=body.priority,
-            arrived_at=generation.arrived_at, grammar=admission.grammar, num_generated=admission.num_generated)
+            tenant=admission.tenant, arrived_at=generation.arrived_at, grammar=admission.grammar,
+            num_generated=admission.num_generated)
         for index, prompt in enumerate(admission.prompts) for number in range(body.num_candidates)
     ]
 
