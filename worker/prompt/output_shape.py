@@ -25,6 +25,9 @@ class ToolChoice(StrEnum):
     NAMED = "named"
 
 
+FORCED = (ToolChoice.REQUIRED, ToolChoice.NAMED)
+
+
 def response_schema(wanted: ResponseFormat | None) -> str | None:
     """The JSON schema of the answer as text; None where any text will do. ApiError 400 for an unknown type."""
     match None if wanted is None else wanted.type:
@@ -62,6 +65,12 @@ def tool_choice(choice: str | Mapping[str, Any] | None,
     if name not in [tool["function"]["name"] for tool in tools]:
         raise invalid_request(f"tool_choice names {name[:64]!r}, which is none of the tools.", "tool_choice")
     return ToolChoice.NAMED, name
+
+
+def check_tool_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
+    """ApiError 400 `tools` for parameters that no grammar can be made of: for an answer that must follow one."""
+    for tool in tools:
+        check_schema(tool["function"].get("parameters"), "tools")
 
 
 def _named_tool(choice: Mapping[str, Any]) -> str | None:

@@ -69,11 +69,6 @@ async def test_a_schema_beyond_the_limit_is_refused(api: openai.AsyncOpenAI) -> 
         await api.chat.completions.create(**asked(
             response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}))
     assert error.value.param == "response_format"
-    optional = {"type": "object", "properties": {str(number): {} for number in range(1001)}}
-    with pytest.raises(openai.BadRequestError, match="not required") as error:
-        await api.chat.completions.create(**asked(tool_choice="required", tools=[
-            {"type": "function", "function": {"name": "f", "parameters": optional}}]))
-    assert error.value.param == "tools"
 
 
 @pytest.mark.parametrize(("choice", "names"), [
