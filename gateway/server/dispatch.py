@@ -69,7 +69,7 @@ class RoutedPrompt(Struct, frozen=True, gc=False):
 class OpenBet(NamedTuple):
     """What is believed of the worker's cache for this request's sake."""
 
-    index: PrefixIndex
+    placed_in: PrefixIndex
     speculation: Speculation
 
     def settle(self) -> None:
@@ -77,7 +77,7 @@ class OpenBet(NamedTuple):
         self.speculation.settle(time.monotonic())
 
     def withdraw(self) -> None:
-        self.index.withdraw(self.speculation)
+        self.placed_in.withdraw(self.speculation)
 
 
 class Placement:
