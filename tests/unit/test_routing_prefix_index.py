@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from gateway.routing.bets import LOOK_AGAIN_S, VOID_BETS_MAX
+from gateway.routing.bets import VOID_BETS_MAX
 from gateway.routing.block_tree import ROW_BYTES
 from gateway.routing.holder_sets import SET_BYTES
 from gateway.routing.prefix_index import (
@@ -231,25 +231,6 @@ class TestSpeculation:
         assert index.match(CHAIN, 4.999) == {"a": Match(0, 6)}
         assert index.match(CHAIN, 5.0) == {}
         assert index.num_blocks() == 0
-
-    def test_a_held_one_expires_after_it_was_settled_and_never_before(self, index: PrefixIndex) -> None:
-        bet = index.speculate("a", CHAIN, 5.0)
-        bet.hold(2.0)
-        for now in (5.0, 50.0, 500.0):
-            assert index.match(CHAIN, now) == {"a": Match(0, 6)}
-            index.check_invariants()
-        bet.settle(500.0)
-        bet.settle(501.0)   # only the first time counts
-        assert index.match(CHAIN, 501.9) == {"a": Match(0, 6)}
-        assert index.match(CHAIN, 502.0 + LOOK_AGAIN_S) == {}
-        index.check_invariants()
-
-    def test_one_that_is_settled_before_it_was_looked_at_expires_in_time(self, index: PrefixIndex) -> None:
-        bet = index.speculate("a", CHAIN, 5.0)
-        bet.hold(1.0)
-        bet.settle(6.0)
-        assert index.match(CHAIN, 6.9) == {"a": Match(0, 6)}
-        assert index.match(CHAIN, 7.0) == {}
 
     def test_the_confirmation_replaces_it(self, index: PrefixIndex) -> None:
         speculation = index.speculate("a", CHAIN, 5.0)
