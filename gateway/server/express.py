@@ -193,7 +193,7 @@ class Passenger:
 
     def parse(self) -> bool:
         """Its body is understood."""
-        self._plan = self._express.reading.plan_at_once(self._given)
+        self._plan = self._express.reading.plan_at_once(self._given._replace(visit=self.visit))
         return self._plan is not None
 
     def tokenise(self) -> bool:

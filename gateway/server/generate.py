@@ -37,7 +37,7 @@ from gateway.relay.retry import AttemptFailed, Refusal, Walk
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import UpstreamFailure, UpstreamRequest
 from gateway.server.addressing import ChoiceToResume, passed_on_headers, upstream_request
-from gateway.server.admission import DEADLINE_HEADER
+from gateway.server.admission import DEADLINE_HEADER, Visit
 from gateway.server.answering import Answering, Beginning, Taken
 from gateway.server.dispatch import Choosing, Dispatcher
 from gateway.server.express import Express, Passenger
@@ -198,7 +198,7 @@ class Generate:
             intake = None if begun is None else begun.intake
             if intake is None:
                 visit.set_deadline(request.headers.get(DEADLINE_HEADER))
-                intake = await self._read(request, going, tenant)
+                intake = await self._read(request, going, tenant, visit)
                 await visit.turn(self._reading.ask(intake))
             elif not visit.has_place:
                 await visit.wait(self._reading.ask(intake))
@@ -207,10 +207,10 @@ class Generate:
                 Watch(lambda: self._is_stopping, ends_at=record.began_at + self._config.total_timeout_s)),
                 Walk(begun=None if begun is None else begun.placement))
 
-    async def _read(self, request: BaseRequest, going: Going, tenant: Tenant) -> Intake:
+    async def _read(self, request: BaseRequest, going: Going, tenant: Tenant, visit: Visit) -> Intake:
         seen = {REQUEST_ID_HEADER: going.record.request_id, **passed_on_headers(request.headers)}
         body = await read_body(request, self._config.max_body_bytes)
-        intake = await self._reading.take_in(Given(body, going.route, going.record, tenant, seen))
+        intake = await self._reading.take_in(Given(body, going.route, going.record, tenant, seen, visit))
         if intake.way_back is not None:
             set_way_back(request, intake.way_back)
         return intake
@@ -309,8 +309,7 @@ class Generate:
             body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
         if is_complete:
             return WholeResponse(answer.response.status, body, headers)
-        response = web.StreamResponse(status=answer.response.status, headers=headers)
-        await response.prepare(request)
+        await (response := web.StreamResponse(status=answer.response.status, headers=headers)).prepare(request)
         write = ClientStream(request, response).write
         await relay_bytes(body, write, self._limits)
         try:

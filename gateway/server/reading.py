@@ -17,7 +17,7 @@ from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import ModelService
 from gateway.knowledge.joining import ModelReference
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
-from gateway.server.admission import Ask
+from gateway.server.admission import Ask, Visit
 from gateway.server.dispatch import Dispatcher, RoutedPrompt
 from gateway.server.foreign import Way
 from gateway.server.generate_route import GenerateRoute
@@ -32,13 +32,15 @@ ON_LOOP_PARSE_BYTES = 256 * 1024
 
 
 class Given(NamedTuple):
-    """A request as it came: by which route, whose it is, and what of its head a worker gets to see."""
+    """A request as it came: by which route, whose it is, and what of its head a worker gets to see. `visit` None:
+    nobody is asked whether there is room for it."""
 
     body: bytes
     route: GenerateRoute
     record: RequestRecord
     tenant: Tenant
     passed_on: Mapping[str, str]
+    visit: Visit | None = None
 
 
 class Intake(Struct, frozen=True):
@@ -123,6 +125,8 @@ class Reading:
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
         reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
+        if given.visit is not None:
+            given.visit.refuse_early(reference.model, parsed.priority, len(body))
         schemes = () if parsed.is_uncached else service.schemes
         owner = self._remembering.owner(parsed, tenant, schemes)
         task = PromptTask(
