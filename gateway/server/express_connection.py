@@ -124,9 +124,10 @@ class ExpressConnection(GuardedConnection):
         return True
 
     def _is_free(self) -> bool:
-        """Whether aiohttp has nothing to do on this connection, and it serves another request as usual."""
-        transport, waiter = self.transport, self._waiter
-        return (waiter is not None and not waiter.done() and transport is not None and not transport.is_closing()
+        """Whether aiohttp has answered all it was given, and the connection serves another request as usual."""
+        transport = self.transport
+        return (self._num_finished == self._request_count and not self._messages
+                and transport is not None and not transport.is_closing()
                 and not transport.get_write_buffer_size() and not self._close and not self._force_close
                 and not self._arrivals.is_closing)
 
