@@ -77,6 +77,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, membership: Membership | None = None) -> None:
         table, policy, access = _checked(config)
+        self._tls = _tls_of(config)     # before anything that would have to be closed again
         self.config = config
         self._membership = membership
         self.state = new_state(config, table, access, membership)
@@ -105,7 +106,6 @@ class Gateway:
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
-        self._tls = _tls_of(config)
         self._runners: list[web.ServerRunner] = []
         self._sites: list[web.SockSite] = []
         self._tasks: list[asyncio.Task[None]] = []

@@ -84,7 +84,7 @@ class Engine:
     # -- commands, between steps ---------------------------------------------------------------------------------
 
     def prepare(self, command: Command) -> None:
-        """What a command needs and takes long; for the thread that reads commands, while a step may be running."""
+        """What a command needs and takes long; for a thread of its own, while a step may be running."""
         if isinstance(command, SubmitSequence) and command.grammar is not None:
             self.grammars.prepare(command.grammar)
 
