@@ -1,6 +1,6 @@
 """`make bench-agreement`: one trace, replayed live and simulated: how far is the simulator from the truth?
 
-    python -m loadtests.bench.agreement [--trace FILE] [--workers 2] [--load 0.6] [--out FILE]
+    python -m loadtests.bench.agreement [--trace FILE] [--workers 2] [--load 0.4] [--out FILE]
 
 Workers on a seeded model are measured, a cost model is fitted to that, and the trace is sent to them through our
 gateway at a share of the saturation which the simulator reckons from that model. Then the simulator runs the same
@@ -123,14 +123,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.bench.agreement",
                                      description="The simulator beside a live run of the same trace.")
     parser.add_argument("--trace", type=Path, default=EXCERPT, help="with block ids (an excerpt of Mooncake's)")
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=2, help="live runs, of which the mean is taken")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--load", type=float, default=0.6, help="share of saturation")
-    parser.add_argument("--max-output", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=128, help="the model's width")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--kv-memory", default="32MiB", help="of each worker")
+    parser.add_argument("--load", type=float, default=0.4, help="share of saturation")
+    parser.add_argument("--max-output", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=256, help="the model's width")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--kv-memory", default="96MiB", help="of each worker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the report as JSON")
     args = parser.parse_args()

@@ -93,6 +93,7 @@ class Scheduler:
         if self.pool.caching and sequence.prompt_output is None:
             sequence.chain = ContentChain(self.pool.scheme, sequence.extra_keys)
             sequence.chain.append(sequence.token_ids)
+            self.pool.release(self.pool.match(sequence.chain.blocks))  # asked for again: the last to be evicted
         self._waiting.push(sequence)
         return None
 
