@@ -30,23 +30,24 @@ def spans_of(lengths: list[tuple[int, int]], *, shared_blocks: int = 8) -> list[
 
 
 def seen_by(group: DecodeGroup, member: int) -> list[tuple[int, int]]:
-    """(block, slot) of every key that the group's member attends to, in order."""
+    """(block, slot) of every key that the group's member attends to, sorted."""
     own = group.block_ids.view(group.size, -1)[member].tolist()
     visible = (group.mask[member, 0] == 0).tolist()
     keys = [(block, slot) for block in own for slot in range(BLOCK_SIZE)]
     shared = [] if group.shared_ids is None else [(block, slot) for block in group.shared_ids.tolist()
                                                   for slot in range(BLOCK_SIZE)]
-    return shared + [key for key, sees in zip(keys, visible, strict=True) if sees]
+    return sorted(shared + [key for key, sees in zip(keys, visible, strict=True) if sees])
 
 
 def expected_keys(span: RowSpan, window: int | None) -> list[tuple[int, int]]:
     begin = 0 if window is None else max(0, span.end - window)
-    return [(span.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE) for position in range(begin, span.end)]
+    return sorted((span.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+                  for position in range(begin, span.end))
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 400)), min_size=1, max_size=9),
-       st.sampled_from([None, None, 5, 32, 100]), st.integers(0, 12))
+       st.sampled_from([None, None, 5, 32, 100, 150]), st.integers(0, 24))
 def test_every_row_sees_exactly_its_past(lengths: list[tuple[int, int]], window: int | None, shared: int) -> None:
     spans = spans_of(lengths, shared_blocks=shared)
     groups = plan_groups(spans, shape(window), num_rows=len(spans), device=CPU)
@@ -68,6 +69,23 @@ def test_a_common_beginning_is_read_once() -> None:
     assert shared[0].shared_ids is not None
     assert shared[0].shared_ids.tolist() == list(range(8))
     assert len(shared[0].block_ids) == 4 * 5
+
+
+def test_a_window_shares_what_all_its_members_see_whole() -> None:
+    """Rows at 199, 203 and 210 see from 100, 104 and 111 on: blocks 7 to 11 of the common twelve are whole for all."""
+    spans = spans_of([(0, 200), (0, 204), (0, 211), (1, 200)], shared_blocks=12)
+    groups = plan_groups(spans, shape(100), num_rows=4, device=CPU)
+    (sharing,) = [group for group in groups if group.shared_ids is not None]
+    assert sharing.shared_ids is not None
+    assert sharing.shared_ids.tolist() == [7, 8, 9, 10, 11]
+    assert sharing.rows is not None
+    assert sharing.rows.tolist() == [0, 1, 2]
+
+
+def test_who_has_left_the_common_part_behind_does_not_hold_the_others_back() -> None:
+    spans = spans_of([(0, 200), (0, 204), (0, 700)], shared_blocks=12)
+    groups = plan_groups(spans, shape(100), num_rows=3, device=CPU)
+    assert [group.size for group in groups if group.shared_ids is not None] == [2]
 
 
 def test_the_block_that_is_being_written_is_never_shared() -> None:
