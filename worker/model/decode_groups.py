@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from worker.model.batch_layout import RowSpan
+from worker.model.kv_storage import Blocks, blocks_to_read
 
 # Sequences share a gather while the shortest has at least this share of the longest's own blocks.
 GROUP_LENGTH_RATIO = 0.75
@@ -28,16 +29,18 @@ _NOTHING = range(0)
 class DecodeGroup:
     """Sequences with one row each: `size` of them, at `rows` of the pack (None: the pack's rows, in order).
 
-    `shared_ids` are blocks that all of them have and see, or None; `block_ids` [size * width] are each one's own, all
-    others that it sees anything of. `mask` [kv_heads * size, 1, own keys] is added to the scores of own keys. Every position of the
-    shared blocks is seen by every sequence.
+    `shared` are blocks that all of them have and see whole, or None; `own` are each one's own, all others that it
+    sees anything of, padded to one width and end to end. `mask` [kv_heads * size, 1, own keys] is added to the scores
+    of own keys. Where it is None all keys in `seen` of the own ones are seen, and no others: one sequence, one KV
+    head, for which that is cheaper.
     """
 
     size: int
     rows: torch.Tensor | None
-    shared_ids: torch.Tensor | None
-    block_ids: torch.Tensor
-    mask: torch.Tensor
+    shared: Blocks | None
+    own: Blocks
+    mask: torch.Tensor | None
+    seen: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,7 @@ def plan_groups(spans: Sequence[RowSpan], shape: GroupShape, *, num_rows: int,
             groups.append(_plan(part, shape, shared if len(part) > 1 else _NOTHING, device))
     whole = len(groups) == 1 and groups[0].size == num_rows
     if whole and [span.first_row for span in members] == list(range(num_rows)):
-        only = groups[0]
-        return (DecodeGroup(only.size, None, only.shared_ids, only.block_ids, only.mask),)
+        return (replace(groups[0], rows=None),)
     return tuple(groups)
 
 
@@ -134,22 +136,35 @@ def _similar_lengths(spans: list[RowSpan], shared: range, shape: GroupShape) -> 
 
 
 def _plan(members: list[RowSpan], shape: GroupShape, shared: range, device: torch.device) -> DecodeGroup:
-    block_size = shape.block_size
     own = [_own_blocks(span, shared, shape) for span in members]
     width = max(map(len, own))
-    tables = [[*(span.block_table[index] for index in indices), *[shape.blank_block] * (width - len(indices))]
-              for span, indices in zip(members, own, strict=True)]
-    beyond = len(max(members, key=lambda span: span.end).block_table)    # where padding stands: seen by nobody
-    numbers = torch.tensor([[*indices, *[beyond] * (width - len(indices))] for indices in own])
-    positions = (numbers.unsqueeze(-1) * block_size + torch.arange(block_size)).flatten(1)
+    ids = [block_id for span, indices in zip(members, own, strict=True)
+           for block_id in (*(span.block_table[index] for index in indices),
+                            *(shape.blank_block,) * (width - len(indices)))]
+    lone = len(members) == 1 and shape.num_kv_heads == 1
+    shared_ids = members[0].block_table[shared.start:shared.stop]
+    return DecodeGroup(
+        size=len(members), rows=torch.tensor([span.first_row for span in members], device=device),
+        shared=blocks_to_read(shared_ids, device) if shared_ids else None, own=blocks_to_read(ids, device),
+        mask=None if lone else _mask(members, own, shape).to(device),
+        seen=_seen_by_one(members[0], shape) if lone else slice(None))
+
+
+def _seen_by_one(span: RowSpan, shape: GroupShape) -> slice:
+    """Which keys of its blocks, from the first it sees anything of, the sequence sees."""
+    base = first_block(span.start, shape.window, shape.block_size) * shape.block_size
+    return slice(_first_seen(span, shape.window) - base, span.end - base)
+
+
+def _mask(members: list[RowSpan], own: list[list[int]], shape: GroupShape) -> torch.Tensor:
+    """[kv_heads * members, 1, own keys]: 0 where a member sees a key, -inf elsewhere and where others are longer."""
+    width = max(map(len, own))
+    beyond = max(len(span.block_table) for span in members)
+    numbers = torch.tensor([[*indices, *(beyond,) * (width - len(indices))] for indices in own])
+    positions = (numbers.unsqueeze(-1) * shape.block_size + torch.arange(shape.block_size)).flatten(1)
     ends = torch.tensor([span.end for span in members]).unsqueeze(1)
     hidden = positions >= ends
     if shape.window is not None:
         hidden |= positions < ends - shape.window
     mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, -torch.inf)
-    shared_ids = members[0].block_table[shared.start:shared.stop]
-    return DecodeGroup(
-        size=len(members), rows=torch.tensor([span.first_row for span in members], device=device),
-        shared_ids=torch.tensor(shared_ids, device=device) if shared_ids else None,
-        block_ids=torch.tensor(tables, device=device).flatten(),
-        mask=mask.unsqueeze(1).repeat(shape.num_kv_heads, 1, 1).to(device))
+    return mask.unsqueeze(1).repeat(shape.num_kv_heads, 1, 1)

@@ -12,11 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from worker.model.model_error import ModelError
 from worker.model.model_spec import LayerGeometry
+
+
+# Which blocks to read: their ids, or a run of them that lie one behind the other.
+Blocks = torch.Tensor | slice
+
+
+def blocks_to_read(block_ids: Sequence[int], device: torch.device) -> Blocks:
+    """As a run where they are one: it need not be gathered."""
+    first, last = block_ids[0], block_ids[-1]
+    if last - first == len(block_ids) - 1 and all(later - earlier == 1 for earlier, later in pairwise(block_ids)):
+        return slice(first, last + 1)
+    return torch.tensor(block_ids, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +96,22 @@ class KVStorage:
 
         return self._pair(layer, gathered)
 
-    def gather_heads(self, layer: int, block_ids: torch.Tensor,
-                     dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same copy head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`."""
+    def gather_heads(self, layer: int, blocks: Blocks, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """These blocks head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`. To be read only:
+        a run of a single head's blocks is no copy. Several heads' would not lie as a product wants them."""
         if not self.head_major:
-            keys, values = self.gather(layer, block_ids, dtype)
+            ids = torch.arange(blocks.start, blocks.stop, device=self.keys[layer].device) \
+                if isinstance(blocks, slice) else blocks
+            keys, values = self.gather(layer, ids, dtype)
             return keys.transpose(0, 1), values.transpose(0, 1)
 
         def gathered(store: torch.Tensor) -> torch.Tensor:
-            return store.permute(2, 0, 1, 3).index_select(1, block_ids).flatten(1, 2).to(dtype)
+            by_head = store.permute(2, 0, 1, 3)
+            if not isinstance(blocks, slice):
+                return by_head.index_select(1, blocks).flatten(1, 2).to(dtype)
+            if len(by_head) == 1:
+                return by_head[0, blocks].flatten(0, 1).unsqueeze(0).to(dtype)
+            return by_head[:, blocks].flatten(1, 2).contiguous().to(dtype)
 
         return self._pair(layer, gathered)
 
