@@ -72,11 +72,10 @@ class FastAttention:
         layout = self.layout
         if layout.opened_blocks is not None:
             self.storage.clear(call.layer, layout.opened_blocks)
-        key, value = call.key.transpose(0, 1), call.value.transpose(0, 1)
-        if len(layout.write_rows) == layout.num_rows:   # the usual case: every row is new
-            self.storage.write(call.layer, layout.write_slots, key, value)
-        else:
-            self.storage.write(call.layer, layout.write_slots, key[layout.write_rows], value[layout.write_rows])
+        key, value = call.key, call.value
+        if len(layout.write_rows) != layout.num_rows:   # rarely: most rows are new
+            key, value = key[:, layout.write_rows], value[:, layout.write_rows]
+        self.storage.write_heads(call.layer, layout.write_slots, key, value)
         plan = self._plan_for(call)
         if len(plan.groups) == 1 and plan.groups[0].rows is None:
             return self._attend_group(call, plan.groups[0])
@@ -113,18 +112,23 @@ class FastAttention:
 
     def _attend_group(self, call: AttentionCall, group: DecodeGroup) -> torch.Tensor:
         """The rows of the group [size, heads, value_dim]."""
-        keys, values = (each[:, group.seen]
-                        for each in self.storage.gather_heads(call.layer, group.own, call.query.dtype))
-        size, num_kv_heads = group.size, keys.shape[0]
+        keys, values = self.storage.gather_heads(call.layer, group.own, call.query.dtype)
+        if group.mask is None:
+            # Strides as of a whole tensor: bmm copies a single matrix that seems to be cut out of a larger batch.
+            keys, values = (each[0, group.seen].unsqueeze(0) for each in (keys, values))
+        num_kv_heads, dim = len(keys), call.query.shape[-1]
         query = call.query if group.rows is None else call.query.index_select(1, group.rows)
-        folded = query.reshape(num_kv_heads, -1, size, query.shape[-1]).transpose(1, 2).flatten(0, 1)
-        keys, values = (each.reshape(len(folded), -1, each.shape[-1]) for each in (keys, values))
+        if group.size == 1:
+            return _attention(call, query.reshape(num_kv_heads, -1, dim), keys, values, mask=group.mask).view(
+                1, -1, values.shape[-1])
+        folded = query.reshape(num_kv_heads, -1, group.size, dim).transpose(1, 2).flatten(0, 1)
+        keys, values = (each.view(len(folded), -1, each.shape[-1]) for each in (keys, values))
         if group.shared is None or group.mask is None:
             result = _attention(call, folded, keys, values, mask=group.mask)
         else:
             shared = self.storage.gather_heads(call.layer, group.shared, call.query.dtype)
             result = _attention_of_two(call, folded, (keys, values), shared, mask=group.mask)
-        return result.view(num_kv_heads, size, -1, result.shape[-1]).transpose(0, 1).flatten(1, 2)
+        return result.view(num_kv_heads, group.size, -1, result.shape[-1]).transpose(0, 1).flatten(1, 2)
 
     def _attend_prompt(self, call: AttentionCall, plan: _PromptPlan, out: torch.Tensor) -> None:
         keys, values = self.storage.gather_heads(call.layer, plan.blocks, call.query.dtype)
