@@ -234,7 +234,7 @@ def _served(name: str, command: Sequence[str], port: int, threads: int, *, ready
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """How threads wait is each engine's own choice, as on a user's machine: while one is measured the others sleep."""
+    """How threads wait is each engine's own choice, as on a user's machine: the others sleep meanwhile."""
     inherited = {name: value for name, value in os.environ.items() if name not in WAITING}
     return {**inherited, "OMP_NUM_THREADS": str(threads)}
 

@@ -81,7 +81,7 @@ def test_a_common_beginning_is_read_once() -> None:
 
 
 def test_a_window_shares_what_all_its_members_see_whole() -> None:
-    """Rows at 199, 203 and 210 see from 100, 104 and 111 on: blocks 7 to 11 of the common twelve are whole for all."""
+    """Rows at 199, 203 and 210 see from 100, 104 and 111 on: of the common twelve blocks, 7 to 11 whole."""
     spans = spans_of([(0, 200), (0, 204), (0, 211), (1, 200)], shared_blocks=12)
     groups = plan_groups(spans, shape(100), num_rows=4, device=CPU)
     (sharing,) = [group for group in groups if group.shared is not None]

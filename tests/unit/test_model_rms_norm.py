@@ -10,9 +10,10 @@ from worker.model.rms_norm import FEW_ELEMENTS, RmsNorm
 DIM = 64
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")    # torch's remark on float32 weights for many rows
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")    # float32 weights, many rows
 @pytest.mark.parametrize("weight_dtype", [torch.float32, None])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+@pytest.mark.parametrize(("dtype", "tolerance"),
+                         [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
 @pytest.mark.parametrize("shape", [(1, DIM), (3, 5, DIM), (FEW_ELEMENTS // DIM, DIM), (FEW_ELEMENTS // DIM + 1, DIM)])
 def test_equals_the_definition(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float,
                                weight_dtype: torch.dtype | None) -> None:

@@ -19,7 +19,6 @@ import torch
 from worker.model.model_error import ModelError
 from worker.model.model_spec import LayerGeometry
 
-
 # Which blocks to read: their ids, or a run of them that lie one behind the other.
 Blocks = torch.Tensor | slice
 
@@ -36,9 +35,9 @@ def blocks_to_read(block_ids: Sequence[int], device: torch.device) -> Blocks:
 class KVStorage:
     """`keys[layer]` is [num_blocks + 1, block_size, num_kv_heads, key_dim]; `values[layer]` alike with value_dim.
 
-    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim], and `by_head`
-    has each layer's keys and values in that order, `slots_by_head` with blocks end to end. Where a layer's values are the front of its keys, `values[layer]`
-    is a view of `keys[layer]`.
+    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim]; `by_head` has
+    each layer's keys and values in that order, `slots_by_head` with the blocks end to end. Where a layer's values are
+    the front of its keys, `values[layer]` is a view of `keys[layer]`.
     """
 
     block_size: int

@@ -15,7 +15,7 @@ from torch.nn import functional
 # transformers' name of an activation: oneDNN's, and its algorithm.
 ACTIVATIONS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh")}
 _PACKED_FOR_ROWS = 16
-# oneDNN reads weights a fifth faster for four rows than for one. Worth three rows too many where there is much to read.
+# oneDNN reads weights a fifth faster for four rows than for one: worth it where there is much to read.
 _STREAMED_ROWS, _STREAMED_BYTES = 4, 32 * 2**20
 
 
