@@ -57,8 +57,8 @@ class EngineState(StrEnum):
 MALLOC_TUNABLES = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:"
                    "glibc.malloc.trim_threshold=4294967296")
 # How long a thread of the engine looks for work before it sleeps, in turns of libgomp's loop: about 80 us. A step hands
-# out work a hundred and fifty times, some tens of microseconds apart, and waking a sleeper costs more than that.
-# Between steps and while idle all sleep. On cores that others use too, looking costs more than it saves.
+# out work 150 times, some tens of microseconds apart, and waking a sleeper costs more than that. Between steps and
+# while idle all sleep. On cores that others use too, looking costs more than it saves.
 SPIN_TURNS = "5000"
 
 
