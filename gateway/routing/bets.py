@@ -8,22 +8,34 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterator
+from math import inf
 
 from gateway.routing.claims import Claims
 
 VOID_BETS_MAX = 256
+LOOK_AGAIN_S = 5.0   # at a bet that is held
 
 
 class Speculation:
     """The bet of one booking. Give it to withdraw() when the request failed before its first byte."""
 
-    __slots__ = ("_blocks", "_claims", "expires_at", "serial")
+    __slots__ = ("_blocks", "_claims", "_ttl_s", "expires_at", "serial")
 
     def __init__(self, claims: Claims, blocks: array[int], expires_at: float, serial: int) -> None:
         self._claims = claims
         self._blocks = blocks
         self.expires_at = expires_at
         self.serial = serial
+        self._ttl_s = 0.0
+
+    def hold(self, ttl_s: float) -> None:
+        """It does not expire before settle(), and then `ttl_s` later: however long the request waits at its worker,
+        whoever comes after it finds what it will have computed."""
+        self.expires_at, self._ttl_s = inf, ttl_s
+
+    def settle(self, now: float) -> None:
+        """The prompt has been computed, or never will be. Only the first time counts."""
+        self.expires_at = min(self.expires_at, now + self._ttl_s)
 
     @property
     def endpoint_id(self) -> str:
@@ -39,16 +51,13 @@ class Speculation:
         blocks, self._blocks = self._blocks, array("i")
         return self._claims, blocks
 
-    def __lt__(self, other: Speculation) -> bool:
-        return (self.expires_at, self.serial) < (other.expires_at, other.serial)
-
 
 class OpenBets:
     """Every bet that somebody placed and nobody has taken back; those that were stay a while, void."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        self._heap: list[Speculation] = []
+        self._heap: list[tuple[float, int, Speculation]] = []  # the serial decides, so bets are never compared
         self._num_void = 0
 
     def __len__(self) -> int:
@@ -57,7 +66,7 @@ class OpenBets:
     def place(self, bet: Speculation) -> None:
         """`bet` is on at least one block."""
         self.num_blocks += bet.num_blocks
-        heapq.heappush(self._heap, bet)
+        heapq.heappush(self._heap, (bet.expires_at, bet.serial, bet))
 
     def take(self, bet: Speculation) -> tuple[Claims, array[int]]:
         """See Speculation.take(); the bet is void from now on."""
@@ -69,21 +78,25 @@ class OpenBets:
 
     def is_due(self, now: float) -> bool:
         """Whether some bet is past due."""
-        return bool(self._heap) and self._heap[0].expires_at <= now
+        return bool(self._heap) and self._heap[0][0] <= now
 
     def due(self, now: float) -> Iterator[Speculation]:
-        """The bets that are past due; the caller takes each."""
+        """The bets that are past due and not held; the caller takes each."""
         heap = self._heap
-        while heap and heap[0].expires_at <= now:
-            yield heap[0]
+        while heap and heap[0][0] <= now:
+            bet = heap[0][2]
+            if bet.expires_at > now and bet.num_blocks:  # it was put off
+                heapq.heapreplace(heap, (min(bet.expires_at, now + LOOK_AGAIN_S), bet.serial, bet))
+                continue
+            yield bet
             heapq.heappop(heap)
             self._num_void -= 1
         if self._num_void > len(heap) // 2 + VOID_BETS_MAX:
-            self._heap = [bet for bet in heap if bet.num_blocks]
+            self._heap = [entry for entry in heap if entry[2].num_blocks]
             heapq.heapify(self._heap)
             self._num_void = 0
 
     def check_invariants(self) -> None:
         """AssertionError names what is wrong."""
-        assert self._num_void == sum(not bet.num_blocks for bet in self._heap), "void bets are miscounted"
-        assert self.num_blocks == sum(bet.num_blocks for bet in self._heap), "blocks bet on are miscounted"
+        assert self._num_void == sum(not bet.num_blocks for _, _, bet in self._heap), "void bets are miscounted"
+        assert self.num_blocks == sum(bet.num_blocks for _, _, bet in self._heap), "blocks bet on are miscounted"

@@ -6,6 +6,7 @@ Owns: these answers' shapes (OpenAI's and vLLM's). Must never: speak to a worker
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -101,22 +102,22 @@ class ClientRoutes:
 
     def _model_of(self, named: str | None, tenant: Tenant) -> str:
         """The model a helper route means: the named one, or the only one there is for this tenant."""
+        if named is not None:
+            tenant.check_model(named)
+            return named
         known = list(filter(tenant.may_use, self._table.models()))
-        if named is not None or not known:
-            tenant.check_model(named or "")
-            return named or ""
-        if len(known) > 1:
-            raise errors.model_not_found("(none given)", known)
+        if len(known) != 1:
+            raise errors.model_not_named(known)
         return known[0]
 
 
-def _model(name: str, endpoints: list[Endpoint]) -> dict[str, Any]:
+def _model(name: str, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     base = endpoints[0].model
     return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": base,
             "parent": None if name == base else base,
             "max_model_len": _max_context(endpoints)}
 
 
-def _max_context(endpoints: list[Endpoint]) -> int | None:
+def _max_context(endpoints: Sequence[Endpoint]) -> int | None:
     """The shortest context of those that serve: a prompt of that length fits wherever it is sent."""
     return min((endpoint.report.max_context for endpoint in endpoints if endpoint.report is not None), default=None)
