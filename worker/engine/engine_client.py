@@ -56,9 +56,9 @@ class EngineState(StrEnum):
 # What a step frees stays on the heap for the next one: given back, it would be zeroed and mapped again at every step.
 MALLOC_TUNABLES = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:"
                    "glibc.malloc.trim_threshold=4294967296")
-# How long a thread of the engine looks for work before it sleeps, in turns of libgomp's loop: about 80 us. A step hands
-# out work 150 times, some tens of microseconds apart, and waking a sleeper costs more than that. Between steps and
-# while idle all sleep. On cores that others use too, looking costs more than it saves.
+# How long a thread of the engine looks for work before it sleeps, in turns of libgomp's loop: about 80 us. A step
+# hands out work 150 times, some tens of microseconds apart, and to wake a sleeper costs more. Between steps and while
+# idle all sleep. On cores that others use too, looking costs more than it saves.
 SPIN_TURNS = "5000"
 
 
