@@ -86,7 +86,8 @@ class Fleet:
 
     def cpu_s(self) -> dict[str, float]:
         """CPU time of every process so far, workers that were killed included."""
-        workers = self.killed_cpu_ns + sum(cpu_ns(worker.process.pid) for worker in self.workers)
+        workers = self.killed_cpu_ns + sum(cpu_ns(worker.process.pid) for worker in self.workers
+                                           if worker.process.poll() is None)
         return {"gateway": cpu_ns(self.gateway.process.pid) / 1e9, "workers": workers / 1e9,
                 "clients": time.process_time()}
 
