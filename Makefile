@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving soak soak-worker isolation flood kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator soak soak-worker isolation flood kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -75,6 +75,10 @@ bench-routing: bench
 # Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev
 	$(PY) -m loadtests.bench.gateway $(ARGS)
+
+# A large fleet in the simulator: 1,000 workers, 250,000 requests, one core
+bench-simulator: dev
+	$(PY) -m loadtests.bench.simulator $(ARGS)
 
 # The data path against other commits, interleaved: make bench-relay ARGS="--against main"
 bench-relay: dev

@@ -38,6 +38,8 @@ COMMANDS = {
                    "headstart key --tenant acme"),
     "check": Command("gateway.check:main", "does the prefix cache behind an address work?",
                      "headstart check http://127.0.0.1:8000"),
+    "replay": Command("loadtests.live.command:main", "a trace's requests, sent to a live server",
+                      "headstart replay traces/tau_airline.jsonl.gz --url http://127.0.0.1:8000 --speed 60"),
     "simulate": Command("loadtests.sim.command:main", "routing policies on a trace, in virtual time",
                         "headstart simulate llm_d --workers 8 --policy all"),
 }

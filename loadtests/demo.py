@@ -181,7 +181,8 @@ async def _worker_urls(session: aiohttp.ClientSession, url: str, token: str | No
         return []
     async with session.get(f"{url}/admin/workers", headers={"Authorization": f"Bearer {token}"}) as response:
         if response.status != 200:
-            raise AnswerError(f"{url}/admin/workers answered {response.status}: is the admin token right?")
+            raise AnswerError(f"{url}/admin/workers answered {response.status}: is the admin token right?",
+                              str(response.status))
         listed = orjson.loads(await response.read())
     return [str(worker["url"]) for worker in listed["workers"]]
 

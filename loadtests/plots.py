@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,4 +96,33 @@ def draw_ratios(rows: list[tuple[str, dict[str, Any]]], title: str, output: Path
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=120)
+    plt.close(figure)
+
+
+def draw_replay(report: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:
+    """Left: each request's TTFT at its time, by the share of its prompt that was cached; failures below. Right: TTFT
+    and gaps between tokens as shares of all (logarithmic)."""
+    well = [row for row in rows if row["error"] is None]
+    failed = [row["due_s"] for row in rows if row["error"] is not None]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), constrained_layout=True)
+    shares = [row["cached_tokens"] / max(1, row["prompt_tokens"]) for row in well]
+    dots = left.scatter([row["due_s"] for row in well], [row["ttft_s"] for row in well], c=shares, s=9, vmin=0,
+                        vmax=1, cmap="viridis_r")
+    left.scatter(failed, [0.0] * len(failed), color=COLOURS["off"], marker="x", s=20, label=f"{len(failed)} failed")
+    figure.colorbar(dots, ax=left, label="share of the prompt found cached")
+    left.set_xlabel("due, s")
+    left.set_ylabel("time to first token, s")
+    left.set_title(f"{report['trace']}, {report['rate_per_s']:.2f} requests/s")
+    gaps = [later - earlier for row in well for earlier, later in pairwise(row["token_at_s"])]
+    for name, values, colour in (("time to first token", [row["ttft_s"] for row in well], COLOURS["warm"]),
+                                 ("between tokens", gaps, COLOURS["round robin"])):
+        right.plot(sorted(values), [(place + 1) / len(values) for place in range(len(values))], label=name,
+                   color=colour)
+    right.set_xscale("log")
+    right.set_xlabel("s")
+    right.set_ylabel("share of all that took at most so long")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=130)
     plt.close(figure)

@@ -1,8 +1,8 @@
 """Request traces: who asked for how much, when, and which blocks of their prompts are equal.
 
-Owns the formats (described in loadtests/README.md) and their detection. A trace has no text in the end: what counts
-for a cache is which blocks repeat behind which. It must never draw a random number that does not come from a seed
-given to it.
+Owns the formats (described in loadtests/README.md) and their detection. What counts for a cache is which blocks
+repeat behind which; the text of conversations is kept beside that, for `headstart replay`. It must never draw a
+random number that does not come from a seed given to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ TEXT_BLOCK = 16
 CHARACTERS_PER_TOKEN = 4
 LENGTHS_BLOCK = 16
 SESSION_SPREAD_S = 3600.0
+ASSISTANT = "assistant"
 
 
 class TraceError(Exception):
@@ -30,15 +31,26 @@ class TraceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; calls of tools are a part of its text."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request. `block_ids` has an id for each full block of the prompt; equal ids at equal places with equal ids
-    before them mean equal prefixes."""
+    before them mean equal prefixes. Of a format with text, `messages` are the prompt and `answer` what was said
+    to it."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...]
     session: str = ""
+    messages: tuple[Message, ...] = field(default=(), compare=False, repr=False)
+    answer: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,14 @@ class Trace:
     def head(self, num_requests: int | None) -> Trace:
         """The first requests only."""
         return self if num_requests is None else replace(self, requests=self.requests[:num_requests])
+
+    def with_block_size(self, block_size: int) -> Trace:
+        """The same blocks, each of so many tokens: prompts shrink or grow."""
+        def scaled(request: TraceRequest) -> TraceRequest:
+            own = request.prompt_tokens - len(request.block_ids) * self.block_size
+            return replace(request, prompt_tokens=max(1, len(request.block_ids) * block_size
+                                                      + own * block_size // self.block_size))
+        return replace(self, block_size=block_size, requests=tuple(map(scaled, self.requests)))
 
     def at_rate(self, requests_per_s: float) -> Trace:
         """The same requests, times scaled so that the mean rate is this."""
@@ -186,13 +206,14 @@ def _read_conversations(lines: Iterator[dict[str, Any]], draw: random.Random,
     """Text: every assistant message is one request whose prompt is all that stands before it."""
     requests, block = [], block_size or TEXT_BLOCK
     for line in lines:
-        text, at_s, session = "", draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", ""))
+        said: list[Message] = []
+        at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", ""))
         for message in line["messages"]:
-            written = _text_of(message)
-            if message["role"] == "assistant":
-                requests.append(_text_request(text, written, block, at_s=at_s, session=session))
+            turn = Message(message["role"], _text_of(message))
+            if turn.role == ASSISTANT:
+                requests.append(_text_request(said, turn.text, block, at_s=at_s, session=session))
                 at_s += draw.expovariate(1 / 10.0)
-            text += f"<{message['role']}>{written}"
+            said.append(turn)
     return block, requests
 
 
@@ -201,11 +222,12 @@ def _read_questions(lines: Iterator[dict[str, Any]], draw: random.Random,
     """Benchmark questions of some turns, answers of 200 tokens: the case without a common prefix."""
     requests, block, answer = [], block_size or TEXT_BLOCK, "." * 200 * CHARACTERS_PER_TOKEN
     for line in lines:
-        text, at_s, session = "", draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", ""))
+        said: list[Message] = []
+        at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", ""))
         for turn in line["turns"]:
-            text += f"<user>{turn}"
-            requests.append(_text_request(text, answer, block, at_s=at_s, session=session))
-            text += f"<assistant>{answer}"
+            said.append(Message("user", str(turn)))
+            requests.append(_text_request(said, answer, block, at_s=at_s, session=session))
+            said.append(Message(ASSISTANT, answer))
             at_s += draw.expovariate(1 / 10.0)
     return block, requests
 
@@ -217,12 +239,13 @@ def _text_of(message: dict[str, Any]) -> str:
         orjson.dumps(calls, option=orjson.OPT_SORT_KEYS).decode() if calls else "")
 
 
-def _text_request(prompt: str, answer: str, block: int, *, at_s: float, session: str) -> TraceRequest:
+def _text_request(said: list[Message], answer: str, block: int, *, at_s: float, session: str) -> TraceRequest:
     """A quarter of a token a character; a block's id is the hash of its characters."""
+    prompt = "".join(f"<{message.role}>{message.text}" for message in said)
     width = block * CHARACTERS_PER_TOKEN
     tokens = max(1, len(prompt) // CHARACTERS_PER_TOKEN)
     ids = tuple(_named(prompt[at:at + width], 0) for at in range(0, tokens // block * width, width))
-    return TraceRequest(at_s, tokens, max(1, len(answer) // CHARACTERS_PER_TOKEN), ids, session)
+    return TraceRequest(at_s, tokens, max(1, len(answer) // CHARACTERS_PER_TOKEN), ids, session, tuple(said), answer)
 
 
 def _named(text: str, number: int) -> int:

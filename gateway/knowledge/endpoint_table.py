@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.engines.headstart import WorkerReport
@@ -72,6 +73,7 @@ class Endpoint:
     feed: FeedStatus = field(default_factory=FeedStatus)
     detail: str = "not reached yet"
     _view_key: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    _view_load: LoadView | None = field(default=None, repr=False, compare=False)
     _view: EndpointView | None = field(default=None, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -126,6 +128,9 @@ class Endpoint:
         A report is up to an interval old. Whatever of ours has ended since is taken off it, or a worker that has just
         answered would look busy until the next poll, and its own next turn would be sent elsewhere.
         """
+        if own_load is self._view_load and self._view_key[3:] == (self.feed.in_sequence, _Changes.count):
+            assert self._view is not None, "a load without its view"
+            return self._view
         report = self.report
         assert report is not None, "routing was shown a worker that never answered"
         assert self.joined_epoch is not None, "routing was shown a worker that has not joined"
@@ -134,6 +139,7 @@ class Endpoint:
         prefill_done = max(0, before.queued_prefill_tokens - own_load.queued_prefill_tokens)
         context_gone = max(0, before.decode_context_tokens - own_load.decode_context_tokens)
         key = (num_ended, prefill_done, context_gone, self.feed.in_sequence, _Changes.count)
+        object.__setattr__(self, "_view_load", own_load)  # remembered, which is no change
         if self._view is not None and self._view_key == key:
             return self._view
         view = EndpointView(
@@ -150,7 +156,7 @@ class Endpoint:
                                        - max(0, prefill_done - load.waiting_prefill_tokens)),
             decode_context_tokens=max(0, load.decode_context_tokens - context_gone),
             held_tokens_at_report=before.held_tokens)
-        object.__setattr__(self, "_view", view)  # remembered, which is no change
+        object.__setattr__(self, "_view", view)
         object.__setattr__(self, "_view_key", key)
         return view
 
@@ -161,13 +167,23 @@ class Endpoint:
         return blocks.used / blocks.total if blocks is not None and blocks.total else 0.0
 
 
+class ModelService(NamedTuple):
+    """Who serves a model now, and what follows for its prompts: the hash schemes in use (usually one), the longest
+    context of all, and what stands in the block hashes of an adapter's prompts."""
+
+    endpoints: tuple[Endpoint, ...]
+    schemes: tuple[HashScheme, ...]
+    max_context: int | None
+    adapter_keys: tuple[ExtraKey, ...]
+
+
 class EndpointTable:
     """Endpoints by id, in the order of the configuration."""
 
     def __init__(self, workers: tuple[DiscoveredWorker, ...]) -> None:
         self._endpoints = {worker.endpoint_id: Endpoint(worker) for worker in workers}
-        self._serving: dict[str, list[Endpoint]] = {}  # for models that are served
-        self._serving_at = -1
+        self._services: dict[str, ModelService] = {}  # of models that are served
+        self._services_at = -1
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
@@ -187,24 +203,43 @@ class EndpointTable:
         """The endpoint called so, if there is one."""
         return self._endpoints.get(endpoint_id)
 
-    def serving(self, model: str) -> list[Endpoint]:
+    def serving(self, model: str) -> tuple[Endpoint, ...]:
         """Who may take a new request for this model: the ready ones, or failing those the incompatible ones.
 
         Of workers with different adapters under one name, those with the first one's: a name means one thing.
         """
-        if self._serving_at != _Changes.count:
-            self._serving_at = _Changes.count
-            self._serving.clear()
-        serving = self._serving.get(model)
-        if serving is None:
-            ours = [endpoint for endpoint in self if endpoint.serves(model)]
-            ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
-            serving = ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
-            serving = [endpoint for endpoint in serving
-                       if endpoint.adapters.get(model) == serving[0].adapters.get(model)]
-            if serving:
-                self._serving[model] = serving
-        return list(serving)
+        return self.service(model).endpoints
+
+    def service(self, model: str) -> ModelService:
+        """serving(), and what follows from it."""
+        if self._services_at != _Changes.count:
+            self._services_at = _Changes.count
+            self._services.clear()
+        service = self._services.get(model)
+        if service is None:
+            service = self._service(model)
+            if service.endpoints:
+                self._services[model] = service
+        return service
+
+    def _service(self, model: str) -> ModelService:
+        ours = [endpoint for endpoint in self if endpoint.serves(model)]
+        ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
+        serving = ready or [endpoint for endpoint in ours if endpoint.state is EndpointState.INCOMPATIBLE]
+        serving = [endpoint for endpoint in serving
+                   if endpoint.adapters.get(model) == serving[0].adapters.get(model)]
+        # Where hashes mean nothing for a worker, its knowledge is none whatever its feed is doing.
+        schemes = dict.fromkeys(endpoint.scheme for endpoint in serving
+                                if endpoint.scheme is not None and endpoint.knowledge is not Knowledge.NONE)
+        digest = serving[0].adapters.get(model) if serving else None
+        return ModelService(
+            tuple(serving), tuple(schemes),
+            max((endpoint.report.max_context for endpoint in serving if endpoint.report is not None), default=None),
+            () if digest is None else (ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest)),))
+
+    def same_scheme(self, scheme: HashScheme | None) -> HashScheme | None:
+        """The object that stands for this scheme at other endpoints: equal ones are then one, and cheap to tell."""
+        return next((endpoint.scheme for endpoint in self if endpoint.scheme == scheme), scheme)
 
     def joined(self, model: str) -> list[Endpoint]:
         """Every worker of this model that has been understood, in whatever state it is now."""
@@ -216,11 +251,6 @@ class EndpointTable:
             if name in endpoint.adapters and endpoint.model is not None:
                 return endpoint.model
         return name
-
-    def adapter_keys(self, model: str) -> tuple[ExtraKey, ...]:
-        """What stands in the block hashes of an adapter's prompts; nothing for a model without."""
-        digest = next((endpoint.adapters.get(model) for endpoint in self.serving(model)), None)
-        return () if digest is None else (ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest)),)
 
     def knows(self, model: str) -> bool:
         """Whether some worker has been seen to serve this model."""

@@ -229,7 +229,7 @@ class WorkerPoll:
         """Forget the worker's former life, then follow this one."""
         await self._stop_following(endpoint.endpoint_id)
         endpoint.joined_epoch = joined.epoch
-        endpoint.scheme = joined.scheme
+        endpoint.scheme = self._table.same_scheme(joined.scheme)
         endpoint.compatible = joined.compatible
         endpoint.parity = joined.parity
         endpoint.detail = joined.detail

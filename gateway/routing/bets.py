@@ -39,16 +39,13 @@ class Speculation:
         blocks, self._blocks = self._blocks, array("i")
         return self._claims, blocks
 
-    def __lt__(self, other: Speculation) -> bool:
-        return (self.expires_at, self.serial) < (other.expires_at, other.serial)
-
 
 class OpenBets:
     """Every bet that somebody placed and nobody has taken back; those that were stay a while, void."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        self._heap: list[Speculation] = []
+        self._heap: list[tuple[float, int, Speculation]] = []  # the serial decides, so bets are never compared
         self._num_void = 0
 
     def __len__(self) -> int:
@@ -57,7 +54,7 @@ class OpenBets:
     def place(self, bet: Speculation) -> None:
         """`bet` is on at least one block."""
         self.num_blocks += bet.num_blocks
-        heapq.heappush(self._heap, bet)
+        heapq.heappush(self._heap, (bet.expires_at, bet.serial, bet))
 
     def take(self, bet: Speculation) -> tuple[Claims, array[int]]:
         """See Speculation.take(); the bet is void from now on."""
@@ -69,21 +66,21 @@ class OpenBets:
 
     def is_due(self, now: float) -> bool:
         """Whether some bet is past due."""
-        return bool(self._heap) and self._heap[0].expires_at <= now
+        return bool(self._heap) and self._heap[0][0] <= now
 
     def due(self, now: float) -> Iterator[Speculation]:
         """The bets that are past due; the caller takes each."""
         heap = self._heap
-        while heap and heap[0].expires_at <= now:
-            yield heap[0]
+        while heap and heap[0][0] <= now:
+            yield heap[0][2]
             heapq.heappop(heap)
             self._num_void -= 1
         if self._num_void > len(heap) // 2 + VOID_BETS_MAX:
-            self._heap = [bet for bet in heap if bet.num_blocks]
+            self._heap = [entry for entry in heap if entry[2].num_blocks]
             heapq.heapify(self._heap)
             self._num_void = 0
 
     def check_invariants(self) -> None:
         """AssertionError names what is wrong."""
-        assert self._num_void == sum(not bet.num_blocks for bet in self._heap), "void bets are miscounted"
-        assert self.num_blocks == sum(bet.num_blocks for bet in self._heap), "blocks bet on are miscounted"
+        assert self._num_void == sum(not bet.num_blocks for _, _, bet in self._heap), "void bets are miscounted"
+        assert self.num_blocks == sum(bet.num_blocks for _, _, bet in self._heap), "blocks bet on are miscounted"

@@ -46,6 +46,11 @@ class Breaker:
         self._open_until: float | None = None
         self.era = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has opened and not closed since: only then is there anything to ask of it."""
+        return self._open_until is not None
+
     def state(self, now: float) -> BreakerState:
         """As of now."""
         if self._open_until is None:

@@ -58,8 +58,8 @@ NO_FOOTPRINT = Footprint()
 class Account:
     """The sums of one endpoint in one epoch, and who is in flight there."""
 
-    __slots__ = ("booked_at_sum", "decode_context_tokens", "epoch", "held_tokens", "num_decoding", "num_inflight",
-                 "open", "queued_prefill_tokens")
+    __slots__ = ("_seen", "booked_at_sum", "decode_context_tokens", "epoch", "held_tokens", "num_decoding",
+                 "num_inflight", "open", "queued_prefill_tokens")
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
@@ -70,16 +70,20 @@ class Account:
         self.held_tokens = 0
         self.booked_at_sum = 0.0
         self.open: dict[Booking, None] = {}
+        self._seen: LoadView | None = None  # what view() said last, while it holds
 
     def changed(self) -> None:
-        """A booking has taken something or given it back; for accounts that others read."""
+        """A booking has taken something or given it back."""
+        self._seen = None
 
     def close(self) -> None:
         """Nobody reads it any more; open bookings may still give back."""
 
     def view(self) -> LoadView:
-        return LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens, self.num_decoding,
-                        self.held_tokens, self.booked_at_sum)
+        if self._seen is None:
+            self._seen = LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens,
+                                  self.num_decoding, self.held_tokens, self.booked_at_sum)
+        return self._seen
 
     def sharer(self, block_hash: int, depth: int) -> Booking | None:
         """Somebody in flight whose prompt goes through this block, the `depth`-th of the chain."""

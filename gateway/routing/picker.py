@@ -12,9 +12,11 @@ fleet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
+
+from msgspec import Struct
 
 from gateway.routing.cost import CandidateCost, Rates, Work, assumed_rates, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
@@ -31,8 +33,7 @@ TIE_S = 1e-6
 _NO_NEED = Rates()
 
 
-@dataclass(frozen=True, slots=True)
-class PickInput:
+class PickInput(Struct, frozen=True, gc=False):
     """Everything a decision depends on. `matches` and `loads` are by endpoint id; an absent one has none.
 
     `matches` None: the prompt could not be hashed, so nothing is known about caches. `excluded` are endpoints that
@@ -45,7 +46,7 @@ class PickInput:
     endpoints: Sequence[EndpointView]
     prompt_tokens: int
     matches: Mapping[str, Match] | None = None
-    loads: Mapping[str, LoadView] = field(default_factory=dict)
+    loads: Mapping[str, LoadView] = {}
     model: str | None = None
     expected_output_tokens: int = DEFAULT_OUTPUT_TOKENS
     excluded: frozenset[str] = frozenset()
@@ -57,9 +58,10 @@ class PickInput:
     shared_ratio: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoutingDecision:
-    """Where to send the request, and why. matched = confirmed + speculative tokens, at most prompt - 1.
+    """Where to send the request, and why; nobody changes it. matched = confirmed + speculative tokens, at most
+    prompt - 1.
 
     `uncached_tokens` is what to book as prefill, `cost` what it costs there (None from policies that compute none),
     `most_matched_tokens` the longest match of all that were considered.
@@ -145,7 +147,8 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
     if chosen.session_s:
         costs = candidate_costs(given, views)  # the bonus reaches further than a tie
     decision = decide(given, view, _reason(given, view, chosen, costs, most=most))
-    return replace(decision, cost=chosen, most_matched_tokens=most, considered=(given, views))
+    decision.cost, decision.most_matched_tokens, decision.considered = chosen, most, (given, views)
+    return decision
 
 
 def decide(given: PickInput, view: EndpointView, reason: Reason) -> RoutingDecision:

@@ -7,7 +7,7 @@ decide when a breaker opens (routing.breaker does) or refuse a request (the disp
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
 from gateway.relay.retry import DEADLINE
@@ -17,6 +17,7 @@ from worker.protocol.logs import get_logger
 # What does not count against a worker: it is busy, draining or loading and says so, the gateway's token is wrong, or
 # the client's own deadline was too short.
 NEUTRAL_REASONS = ("busy", "unavailable", "refused", DEADLINE)
+_NOBODY: frozenset[str] = frozenset()
 _log = get_logger(__name__)
 
 
@@ -32,10 +33,10 @@ class Breakers:
         """A request goes there."""
         return self._of(endpoint).begin()
 
-    def blocked(self, endpoints: list[Endpoint]) -> frozenset[str]:
+    def blocked(self, endpoints: Sequence[Endpoint]) -> frozenset[str]:
         """Those that should not get a request now."""
-        if not self._breakers:
-            return frozenset()
+        if not any(breaker.is_open for _, breaker in self._breakers.values()):
+            return _NOBODY
         now = time.monotonic()
         return frozenset(endpoint.endpoint_id for endpoint in endpoints
                          if endpoint.endpoint_id in self._breakers and not self._of(endpoint).may_send(now))

@@ -10,9 +10,11 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct, structs
 
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
@@ -29,7 +31,7 @@ from gateway.server.learning import Learning
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
-from worker.protocol.block_hash import ExtraKeyKind, HashScheme
+from worker.protocol.block_hash import ExtraKeyKind
 
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
@@ -42,8 +44,7 @@ EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirme
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedPrompt:
+class RoutedPrompt(Struct, frozen=True, gc=False):
     """What a decision needs of a request. `max_tokens` None: up to the end of the context. `session`: a key by which
     it and other turns of it are known, whose it is included."""
 
@@ -150,27 +151,17 @@ class Dispatcher:
         if notes is not None:
             notes.on_bet = self._bet_was_placed
 
-    def schemes(self, model: str) -> list[HashScheme]:
-        """The hash schemes in use for this model: usually one."""
-        return list(dict.fromkeys(endpoint.scheme for endpoint in self._table.serving(model)
-                                  if endpoint.scheme is not None and endpoint.knowledge is not Knowledge.NONE))
-
-    def max_context(self, model: str) -> int | None:
-        """The longest context that a worker serves for this model; None while there is none."""
-        return max((endpoint.report.max_context for endpoint in self._table.serving(model)
-                    if endpoint.report is not None), default=None)
-
     def decide(self, prompt: RoutedPrompt, excluded: frozenset[str],
                record: RequestRecord | None = None) -> RoutingDecision | NoEndpoint:
         """The decision as of now; nothing is booked. `record` is told how long matching and picking took."""
-        began_at = time.perf_counter()
+        began_at, now = time.perf_counter(), time.monotonic()
         matches: dict[str, Match] = {}
         for hashes in prompt.prepared.hashes.values():
-            matches |= self._index.match(hashes, time.monotonic())
+            matches.update(self._index.match(hashes, now))
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
-        endpoints = self._table.serving(prompt.model) or self._table.joined(prompt.model)
+        endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
         given = PickInput(
             endpoints=self.learning.with_rates([endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
                                                 for endpoint in endpoints], prompt.num_prompt_tokens),
@@ -180,11 +171,12 @@ class Dispatcher:
             excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
             context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
             expected_output_tokens=self.learning.outputs.expected(prompt.model, prompt.max_tokens),
-            random_ratio=random.random(), turn=next(self._turns), now=time.monotonic(),
+            random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
-            decision = self._policy(replace(given, excluded=excluded))  # a full or doubtful one is better than none
+            # A full or doubtful one is better than none.
+            decision = self._policy(structs.replace(given, excluded=excluded))
         if record is not None:
             record.stages["match"] = matched_at - began_at
             record.stages["pick"] = time.perf_counter() - matched_at
@@ -211,12 +203,13 @@ class Dispatcher:
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
         others = prompt.prepared.num_tokens - prompt.num_prompt_tokens
+        chain, now = prompt.prepared.chain(endpoint.scheme), time.monotonic()
         booking = self._ledger.book(decision.endpoint_id, decision.epoch,
                                     prefill_tokens=decision.uncached_tokens + others,
                                     context_tokens=prompt.prepared.num_tokens,
-                                    footprint=self._footprint(endpoint, prompt, decision))
+                                    footprint=self._footprint(endpoint, prompt, decision, chain=chain, now=now))
         prefill_s = _expected_prefill_s(decision)
-        bet = self._bet(endpoint, prompt.prepared, prefill_s)
+        bet = self._bet(endpoint, chain, prefill_s, now)
         # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
         # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
@@ -225,15 +218,15 @@ class Dispatcher:
                          is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers,
                          withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
 
-    def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision) -> Footprint:
-        chain = prompt.prepared.hashes.get(endpoint.scheme) if endpoint.scheme is not None else None
+    def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision, *,
+                   chain: Sequence[int], now: float) -> Footprint:
         matched_blocks = decision.matched_tokens // endpoint.scheme.block_size if chain and endpoint.scheme else 0
-        return Footprint(chain or (), matched_blocks, decision.matched_tokens,
-                         self.learning.outputs.expected(prompt.model, prompt.max_tokens), time.monotonic())
+        return Footprint(chain, matched_blocks, decision.matched_tokens,
+                         self.learning.outputs.expected(prompt.model, prompt.max_tokens), now)
 
     def note_prefix(self, prompt: RoutedPrompt, endpoint: Endpoint, known_tokens: int) -> None:
         """So much of the prompt was known somewhere: it may be a prefix that many ask for."""
-        chain = prompt.prepared.hashes.get(endpoint.scheme) if endpoint.scheme is not None else None
+        chain = prompt.prepared.chain(endpoint.scheme)
         if not chain or endpoint.scheme is None:
             return
         block_size, salt = endpoint.scheme.block_size, prompt.prepared.salt
@@ -242,19 +235,18 @@ class Dispatcher:
         self.learning.hot.note(Sighting(prompt.model, chain, known_tokens // block_size, prompt.prepared.prompts[0],
                                         block_size, salt.internal, salt.salt_from), time.monotonic())
 
-    def _bet(self, endpoint: Endpoint, prepared: PreparedPrompt, prefill_s: float) -> Speculation | None:
+    def _bet(self, endpoint: Endpoint, hashes: Sequence[int], prefill_s: float, now: float) -> Speculation | None:
         report = endpoint.report
         if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
             return None  # nothing will be found there again, so nothing should be predicted
         assert endpoint.scheme is not None, "knowledge without a hash scheme"
-        hashes = prepared.hashes.get(endpoint.scheme)
         if not hashes:
             return None
         # The time to live bridges the lag of events, which begins when the blocks have been computed. Without events,
         # what we sent there lately is all that we know.
         has_events = endpoint.knowledge is Knowledge.EXACT
         ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
-        expires_at = time.monotonic() + prefill_s + ttl_s
+        expires_at = now + prefill_s + ttl_s
         bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
                                     blocks_max=_history_blocks_max(endpoint))
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:

@@ -239,8 +239,8 @@ class Generate:
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
-        reference, adapter_keys = self.reference(parsed.model, tenant), self._table.adapter_keys(parsed.model)
-        schemes = [] if parsed.is_uncached else self._dispatcher.schemes(parsed.model)
+        reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
+        schemes, adapter_keys = () if parsed.is_uncached else service.schemes, service.adapter_keys
         owner = self._remembering.owner(parsed, tenant, schemes)
         scope = tenant.sharing_group.hex() + "/" + (parsed.cache_salt or "")
         prepared = await self._prompt_work.prepare(
@@ -267,7 +267,7 @@ class Generate:
                    lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
-        max_context = self._dispatcher.max_context(reference.model)
+        max_context = self._table.service(reference.model).max_context
         return None if max_context is None else PromptLimit(max_context, reference.token_bound,
                                                             route.prompt_param)
 

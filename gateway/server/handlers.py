@@ -6,6 +6,7 @@ Owns: these answers' shapes (OpenAI's and vLLM's). Must never: speak to a worker
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -110,13 +111,13 @@ class ClientRoutes:
         return known[0]
 
 
-def _model(name: str, endpoints: list[Endpoint]) -> dict[str, Any]:
+def _model(name: str, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     base = endpoints[0].model
     return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": base,
             "parent": None if name == base else base,
             "max_model_len": _max_context(endpoints)}
 
 
-def _max_context(endpoints: list[Endpoint]) -> int | None:
+def _max_context(endpoints: Sequence[Endpoint]) -> int | None:
     """The shortest context of those that serve: a prompt of that length fits wherever it is sent."""
     return min((endpoint.report.max_context for endpoint in endpoints if endpoint.report is not None), default=None)

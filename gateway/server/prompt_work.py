@@ -10,8 +10,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from gateway.admission.cache_salt import CacheSalt
 from gateway.server.prompt_limit import PromptLimit
@@ -37,8 +38,7 @@ SaltOf = Callable[[Sequence[Sequence[int]]], CacheSalt]
 """The salt for these prompts: how much of it is public depends on their tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(Struct, frozen=True, gc=False):
     """`prompts` are the ids of each prompt; `hashes` the first prompt's block hashes under each hash scheme."""
 
     prompts: list[Sequence[int]]
@@ -46,6 +46,13 @@ class PreparedPrompt:
     salt: CacheSalt
     tokenize_s: float
     hash_s: float
+
+    def chain(self, scheme: HashScheme | None) -> list[int]:
+        """The block hashes under `scheme`; empty where there are none."""
+        for known, hashes in self.hashes.items():
+            if known is scheme:
+                return hashes
+        return [] if scheme is None else self.hashes.get(scheme, [])
 
     @property
     def num_tokens(self) -> int:

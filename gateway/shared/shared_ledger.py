@@ -48,6 +48,7 @@ class SharedAccount(Account):
 
     def changed(self) -> None:
         """See Account."""
+        super().changed()
         if self._table is not None:
             reals, at = self._table.reals, self._at
             for figure in self.view():

@@ -4,9 +4,9 @@ the worker's, and one seed gives one report."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.event_applier import EventApplier
@@ -198,7 +198,7 @@ def test_a_shortlist_changes_no_decision() -> None:
     for seed in range(300):
         given = random_fleet(random.Random(seed))
         narrowed = Shortlist(given.endpoints, given.loads).narrow(given)
-        ours, whole = pick(replace(given, endpoints=narrowed)), pick(given)
+        ours, whole = pick(structs.replace(given, endpoints=narrowed)), pick(given)
         assert not isinstance(ours, NoEndpoint)
         assert not isinstance(whole, NoEndpoint)
         assert (ours.endpoint_id, ours.matched_tokens) == (whole.endpoint_id, whole.matched_tokens)

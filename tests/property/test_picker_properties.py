@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
@@ -118,7 +119,7 @@ def test_the_order_of_endpoints_changes_no_cost(given_: PickInput) -> None:
     decision = pick(given_)
     assume(isinstance(decision, RoutingDecision))
     assert isinstance(decision, RoutingDecision)
-    turned = pick(replace(given_, endpoints=list(reversed(given_.endpoints))))
+    turned = pick(structs.replace(given_, endpoints=list(reversed(given_.endpoints))))
     assert isinstance(turned, RoutingDecision)
     # Unknown rates are the mean of the others, summed in another order: equal up to rounding.
     costs = {cost.endpoint_id: cost.total_s for cost in turned.candidates}

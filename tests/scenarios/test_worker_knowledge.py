@@ -137,7 +137,8 @@ def _random_event(chance: random.Random, stub: StubWorker) -> CacheEvent:
 async def _equals(gateway: GatewayUnderTest, stub: StubWorker) -> bool:
     row, index = await gateway.worker(), gateway.gateway.state.index
     is_exact = row["knowledge"] == "exact"
-    return is_exact and row["blocks"] == len(stub.blocks) and all(index.holds(row["id"], held) for held in stub.blocks)
+    return (is_exact and row["blocks"] == len(stub.blocks)
+            and all(index.holds(row["id"], held) for held in stub.blocks))
 
 
 async def test_a_restarted_workers_old_blocks_are_forgotten() -> None:

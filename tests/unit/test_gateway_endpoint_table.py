@@ -88,10 +88,10 @@ def test_incompatible_workers_serve_only_when_nobody_else_does() -> None:
     for endpoint, model, compatible in ((a, "m", True), (b, "m", False), (c, "other", True)):
         endpoint.reachable, endpoint.joined_epoch = True, "e"
         endpoint.report, endpoint.compatible = report(model=model), compatible
-    assert table.serving("m") == [a]
+    assert table.serving("m") == (a,)
     a.reachable = False
-    assert table.serving("m") == [b]
+    assert table.serving("m") == (b,)
     b.drain_requested = True
-    assert table.serving("m") == []
+    assert table.serving("m") == ()
     assert table.models() == ["m", "other"]
     assert table.get("x") is None

@@ -94,9 +94,10 @@ def test_the_hit_error_is_the_distance_from_the_predicted_range(
 
 
 def test_the_log_line_has_no_empty_fields_and_milliseconds() -> None:
-    record = RequestRecord("id", "/r", model="m", status=200, outcome="ok")
+    record = RequestRecord("id", "/r", model="m", status=200, outcome="ok", confirmed_tokens=16, matched_tokens=48)
     record.stages["parse"] = 0.0015
     fields = record.log_fields(0.25)
+    assert (fields["confirmed_tokens"], fields["matched_tokens"]) == (16, 48)
     assert fields["parse_ms"] == 1.5
     assert fields["duration_ms"] == 250.0
     assert None not in fields.values()

@@ -6,7 +6,7 @@ keep state; what it knows of caches and loads comes in as the server's PickInput
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
@@ -59,7 +59,7 @@ class ServerPolicy(RoutingPolicy):
             return self._policy(given)
         if self._shortlist is None:
             self._shortlist = Shortlist(given.endpoints, given.loads)
-        return self._policy(replace(given, endpoints=self._shortlist.narrow(given)))
+        return self._policy(structs.replace(given, endpoints=self._shortlist.narrow(given)))
 
     def endpoint_changed(self, view: EndpointView, load: LoadView) -> None:
         if self._shortlist is not None:

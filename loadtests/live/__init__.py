@@ -1,0 +1,1 @@
+"""`headstart replay`: a trace sent to a live stack, and what came of it."""
