@@ -142,7 +142,7 @@ class Cluster:
             if request.first_token_at is None:
                 request.cached_tokens = cached_tokens
                 request.first_token_at = clock.now + network_s
-            clock.after(network_s, lambda: self._gateway_of(request).first_token(request))
+            clock.after(network_s, lambda: self._gateway_of(request).first_token(request, clock.now))
 
         def finished(request: SimRequest) -> None:
             clock.after(network_s, lambda: self._end(request))

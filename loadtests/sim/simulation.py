@@ -91,7 +91,7 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
 
 @cache
 def commit() -> str:
-    """Of the tree that this file lies in, when first asked; 'unknown' outside a repository, or when git is too slow."""
+    """Of the tree that this file lies in, when first asked; 'unknown' outside a repository or when git is slow."""
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, timeout=10,
                               capture_output=True, text=True, check=False)
