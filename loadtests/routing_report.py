@@ -1,8 +1,8 @@
 """`make routing-report`: every workload, load and pool, ours beside every baseline; stopped and gone on with at will.
 
 Owns what is run and in which order: all cells with one seed, then with the next, so that what is there at any moment
-is a report over everything. Runs are kept in runs.jsonl beside the report, so baselines are not run again for a change
-of ours (`--redo headstart`).
+is a report over everything. Runs are kept in runs.jsonl beside the report, so for a change of ours baselines are not
+run again (`--redo headstart`).
 """
 
 from __future__ import annotations

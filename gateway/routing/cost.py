@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
-from gateway.routing.memory_wait import Stream, Tenancy, begins_in_s, is_held
+from gateway.routing.memory_wait import Stream, Tenancy, begins_in_s, held_blocks
 from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import Match
 
@@ -269,6 +269,6 @@ def _room_s(view: EndpointView, work: Work, figures: _Figures, *, matched_tokens
 def _held_tokens(view: EndpointView, work: Work, streams: Sequence[Stream], matched_tokens: int) -> float:
     """How much of the match is in use there anyway, and needs no room."""
     depth = matched_tokens // view.block_size
-    if work.chain and depth and len(work.chain) >= depth:
-        return matched_tokens if is_held(streams, work.chain, depth) else 0
+    if work.chain and len(work.chain) >= depth:
+        return held_blocks(streams, work.chain, depth) * view.block_size
     return matched_tokens * work.shared_ratio

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 
+
 class Stream(NamedTuple):
     """One request on an endpoint. `held_tokens` is what it keeps there and nobody else does, half of its answer
     included; `began_at` its first byte, None while it waits; `chain` the hashes of its prompt's blocks."""
@@ -46,10 +47,23 @@ class Tenancy(NamedTuple):
     scale: float = 1.0
 
 
-def is_held(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> bool:
-    """Whether a stream keeps the first `depth` blocks of this prompt in memory."""
-    last = chain[depth - 1]
-    return any(len(stream.chain) >= depth and stream.chain[depth - 1] == last for stream in streams)
+def held_blocks(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> int:
+    """How many of the first `depth` blocks of this prompt a stream keeps in memory.
+
+    Hashes are chained: equal at one block, equal before it.
+    """
+    held = 0
+    for stream in streams:
+        low, high = held, min(depth, len(stream.chain))
+        if low < high and stream.chain[low] == chain[low]:
+            while low < high:
+                middle = (low + high + 1) // 2
+                if stream.chain[middle - 1] == chain[middle - 1]:
+                    low = middle
+                else:
+                    high = middle - 1
+            held = low
+    return held
 
 
 def begins_in_s(tenancy: Tenancy, needed_tokens: float) -> tuple[float, float]:

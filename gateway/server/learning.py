@@ -100,8 +100,8 @@ class Learning:
         prefill = settled(view.prefill_tokens_per_s,
                           self._rates.prefill_tokens_per_s(view.endpoint_id, prompt_tokens, now=now))
         # What is observed has prompts in between; a step has not.
-        step_s = settled(view.decode_step_s, self._rates.decode_step_s(view.endpoint_id, view.num_running + 1, now=now)
-                         / self.stretch.ratio)
+        observed = self._rates.decode_step_s(view.endpoint_id, view.num_running + 1, now=now)
+        step_s = settled(view.decode_step_s, observed / self.stretch.ratio)
         if prefill == view.prefill_tokens_per_s and step_s == view.decode_step_s:
             return view
         return replace(view, prefill_tokens_per_s=prefill, decode_step_s=step_s)
