@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator soak soak-worker isolation flood kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator bench-live bench-agreement soak soak-worker isolation flood kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -75,6 +75,15 @@ bench-routing: bench
 # Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev
 	$(PY) -m loadtests.bench.gateway $(ARGS)
+
+# The same conversations through our policies and other routers, in front of the same workers, near saturation:
+# make bench-live ARGS="--sglang-router PATH --vllm-router PATH --out FILE"
+bench-live: dev
+	$(PY) -m loadtests.bench.live $(ARGS)
+
+# One trace live and simulated: the simulator's error
+bench-agreement: dev
+	$(PY) -m loadtests.bench.agreement $(ARGS)
 
 # A large fleet in the simulator: 1,000 workers, 250,000 requests, one core
 bench-simulator: dev

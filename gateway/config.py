@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,6 +18,8 @@ PORT_MAX = 65_535
 # Signatures that a public key verifies. None of a shared secret: whoever could verify such a token could make one.
 JWT_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 PROCESSES_MAX = 64
+# What browsers send: lower case, no path, no slash at the end; schemes of their extensions too.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,A-Z]+")
 
 
 def _url_problem(url: str) -> str | None:
@@ -26,6 +29,17 @@ def _url_problem(url: str) -> str | None:
     except ValueError:
         whole = False
     return None if whole else f"should look like http://host:port, got {url!r}"
+
+
+def _root_path_problem(path: str) -> str | None:
+    return None if not path or path.startswith("/") else f"should begin with a slash, got {path!r}"
+
+
+def _origins_problem(origins: tuple[str, ...]) -> str | None:
+    for origin in origins:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            return f"should be * or origins such as https://app.example.com, as browsers send them; got {origin!r}"
+    return None
 
 
 def _algorithms_problem(names: tuple[str, ...]) -> str | None:
@@ -84,7 +98,7 @@ class GatewayConfig:
                                           help="ask a second worker when a stream has not begun by then; none: never")
     max_hedges: int = setting(8, bounds=(1, None), table="failure", help="requests asked twice at the same time")
     health_interval_s: float = setting(1.0, bounds=(0.01, None), help="between two looks at a worker")
-    max_inflight_per_worker: int = setting(1024, bounds=(1, None), table="admission",
+    max_inflight_per_worker: int = setting(512, bounds=(1, None), table="admission",
                                            help="requests under way at a worker; more wait here")
     max_queued_requests: int = setting(4096, bounds=(0, None), table="admission",
                                        help="requests that may wait, for each model")
@@ -92,6 +106,10 @@ class GatewayConfig:
                                     help="bytes of the bodies that may wait, for each model")
     max_queue_wait_s: float = setting(60.0, bounds=(0.001, None), table="admission",
                                       help="waiting for a worker at most")
+    reserved_places_ratio: float = setting(0.125, bounds=(0.0, 0.9), table="admission",
+                                           help="share of the places that a tenant alone leaves to others")
+    catch_up_tokens: int = setting(32_768, bounds=(0, None), table="admission",
+                                   help="how far, for a weight of 1, who used less than others may go before them")
     ttft_slo_s: float | None = setting(None, bounds=(0.001, None), table="admission",
                                        help="refuse what would not begin within this; none: never")
     keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")
@@ -120,7 +138,9 @@ class GatewayConfig:
     log_level: str = setting("info", choices=LEVELS, help="log lines from here up")
     tls_cert: Path | None = setting(None, table="server", help="certificate chain (PEM), read again on SIGHUP")
     tls_key: Path | None = setting(None, table="server", help="its key (PEM)")
-    root_path: str = setting("", table="server", help="path prefix that a proxy in front strips")
-    cors_origins: tuple[str, ...] = setting((), table="server", help="origins browsers may call from, with commas")
+    root_path: str = setting("", table="server", check=_root_path_problem,
+                             help="path prefix under which a proxy in front shows this gateway, stripped or not")
+    cors_origins: tuple[str, ...] = setting((), table="server", check=_origins_problem,
+                                            help="origins browsers may call from, with commas; *: all")
     trusted_proxies: tuple[str, ...] = setting((), table="server", check=proxies_problem,
                                                 help="addresses and networks whose (X-)Forwarded headers count")

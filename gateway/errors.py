@@ -17,6 +17,11 @@ def model_not_found(model: str, known: Iterable[str]) -> ApiError:
                     param="model")
 
 
+def model_not_named(known: Iterable[str]) -> ApiError:
+    names = ", ".join(sorted(known)) or "none yet"
+    return ApiError(404, "model_not_found", f"Name a model, as the field `model`. Served: {names}.", param="model")
+
+
 def no_worker(detail: str) -> ApiError:
     return ApiError(503, "no_worker", detail, headers={"Retry-After": RETRY_AFTER_S})
 
@@ -62,7 +67,8 @@ def model_forbidden(model: str) -> ApiError:
 
 
 def priority_forbidden(least: int) -> ApiError:
-    return ApiError(403, "forbidden", f"This API key may not ask for a priority below {least}.", param="priority")
+    return ApiError(403, "forbidden", f"This API key may not ask for a priority below {least}; a request that names "
+                    "none has 0.", param="priority")
 
 
 class Rejected(ApiError):

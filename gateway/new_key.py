@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from gateway.admission.keys_file import KEY_MIN_CHARS
+from gateway.admission.keys_file import KEY_MIN_CHARS, tenant_problem
 from gateway.admission.tenants import KEY_MAX_CHARS, hash_key
 from worker.protocol.command_line import EXIT_OK, CommandParser
 
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stdin", action="store_true", help="hash the key on standard input instead of making one")
     parser.add_argument("--json", action="store_true", help="print key and hash as JSON")
     options = parser.parse_args(argv)
+    if options.tenant is not None and (problem := tenant_problem(options.tenant)) is not None:
+        parser.error(f"--tenant: {problem}")
     key = sys.stdin.readline().strip() if options.stdin else KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     if not KEY_MIN_CHARS <= len(key) <= KEY_MAX_CHARS:
         parser.error(f"a key should have {KEY_MIN_CHARS} to {KEY_MAX_CHARS} characters")

@@ -113,8 +113,10 @@ async def _ready_line(plan: UpPlan, token_place: str) -> str:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, IndexError, ValueError):
             async with http.get(f"{plan.url}/v1/models") as response:
                 model = str((await response.json())["data"][0]["id"])
-    body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
-    request = (f"curl -s {plan.url}/v1/chat/completions -H 'content-type: application/json' "
+    body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32,
+            "temperature": 0}
+    key = " -H 'authorization: Bearer KEY'" if plan.needs_keys else ""
+    request = (f"curl -s {plan.url}/v1/chat/completions -H 'content-type: application/json'{key} "
                f"-d {shlex.quote(orjson.dumps(body).decode())}")
     workers = "1 worker" if plan.num_workers == 1 else f"{plan.num_workers} workers"
     return f"ready: {plan.url} with {workers}, admin token in {token_place}, try: {request}"

@@ -64,6 +64,11 @@ class UpPlan:
     def model(self) -> str:
         return str(self.worker.get("served_name") or self.worker["model"])
 
+    @property
+    def needs_keys(self) -> bool:
+        """Whether a client is refused without an API key."""
+        return self.gateway.keys_file is not None or bool(self.gateway.api_keys)
+
     def _url(self, port: int) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.gateway.host, self.gateway.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

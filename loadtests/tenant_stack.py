@@ -6,6 +6,7 @@ Owns the children it starts, and the keys file.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import tempfile
 import time
@@ -31,6 +32,7 @@ class TenantStack:
 
     gateway: Child
     keys: dict[str, str]
+    workers: list[Child]
 
     @property
     def url(self) -> str:
@@ -74,8 +76,9 @@ def _cached_tokens(stream: bytes) -> int:
 
 @contextlib.contextmanager
 def running_tenants(tenants: Sequence[str], *, hidden: int, layers: int, num_workers: int = 2,
-                    arguments: Sequence[str] = ()) -> Iterator[TenantStack]:
-    """Ready, with the caches' contents known; stopped at the end."""
+                    arguments: Sequence[str] = (), core_apart: bool = False) -> Iterator[TenantStack]:
+    """Ready, with the caches' contents known; stopped at the end. `core_apart`: workers have the first core that this
+    process may use, everything else the others, this process included."""
     keys = {name: f"hs-{secrets.token_hex(16)}" for name in tenants}
     env = {"HEADSTART_ADMIN_TOKEN": secrets.token_hex(16), "HEADSTART_WORKER_TOKEN": secrets.token_hex(16),
            "OMP_NUM_THREADS": "1"}
@@ -84,19 +87,26 @@ def running_tenants(tenants: Sequence[str], *, hidden: int, layers: int, num_wor
         keys_file = Path(folder) / "keys.toml"
         keys_file.write_text("".join(f'[[tenants]]\nid = "{name}"\nkeys = ["{hash_key(key)}"]\n'
                                      for name, key in keys.items()))
-        ports = [free_port() for _ in range(num_workers)]
+        ports, workers = [free_port() for _ in range(num_workers)], list[Child]()
+        cores = sorted(os.sched_getaffinity(0)) if core_apart else []
         for port in ports:
+            if len(cores) > 1:
+                os.sched_setaffinity(0, cores[:1])  # for its children; then back, for the rest
             worker = start(["worker", f"--model={model}", f"--port={port}", "--threads=1", "--kv-memory=256MiB",
                             f"--served-name={MODEL}", "--log-level=warning"], url=f"http://127.0.0.1:{port}", env=env)
             children.callback(worker.stop)
+            workers.append(worker)
+        if len(cores) > 1:
+            os.sched_setaffinity(0, cores[1:])
+            children.callback(os.sched_setaffinity, 0, cores)
         port = free_port()
-        gateway = start(["gateway", f"--port={port}", f"--keys-file={keys_file}", "--log-level=warning", *arguments,
+        gateway = start(["gateway", f"--port={port}", f"--keys-file={keys_file}", *arguments,
                          *(f"--worker=http://127.0.0.1:{worker}" for worker in ports)],
                         url=f"http://127.0.0.1:{port}", env=env)
         children.callback(gateway.stop)
         gateway.wait_ready()
         _until_exact(gateway, env["HEADSTART_ADMIN_TOKEN"])
-        yield TenantStack(gateway, keys)
+        yield TenantStack(gateway, keys, workers)
 
 
 def _until_exact(gateway: Child, admin_token: str) -> None:

@@ -48,8 +48,8 @@ KEY_MIN_CHARS = 16
 TENANTS_MAX = 100_000
 PUBLIC_PREFIXES_MAX = 64
 _HASH = re.compile(rf"{HASH_PREFIX}[0-9a-fA-F]{{64}}\Z")
-_Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[\w.@/-]+$")]
-_Limit = Annotated[float, Meta(gt=0)]
+_Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[\w.@/-]+\Z")]
+_Limit = Annotated[float, Meta(gt=0, le=1e15)]     # what adds up to more loses tokens to rounding; inf is no limit
 
 
 class KeysError(Exception):
@@ -72,8 +72,8 @@ class _Tenant(msgspec.Struct, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
-    max_concurrent: Annotated[int, Meta(ge=1)] | None = None
-    min_priority: int = 0
+    max_concurrent: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None
+    min_priority: Annotated[int, Meta(ge=-2**31, le=2**31 - 1)] = 0
     budget_tokens: _Limit | None = None
     budget_window: Window = Window.DAY
 
@@ -122,6 +122,15 @@ def read_keys(text: str, api_keys: Sequence[str] = (), *, needs_keys: bool = Tru
     return Keys(directory, tuple(map(_public_prefix, file.public_prefixes)))
 
 
+def tenant_problem(tenant_id: str) -> str | None:
+    """Why no tenant can have this id; None when one can."""
+    try:
+        msgspec.convert(tenant_id, _Name)
+    except msgspec.ValidationError:
+        return "a tenant's id has 1 to 64 letters, digits and characters of _.@/-"
+    return None
+
+
 def api_keys_problem(api_keys: Sequence[str]) -> str | None:
     """What is wrong with the environment's entries alone, or None."""
     try:
@@ -134,7 +143,7 @@ def api_keys_problem(api_keys: Sequence[str]) -> str | None:
 def _from_environment(api_keys: Sequence[str], tenants: dict[str, Tenant]) -> Iterable[tuple[Tenant, bytes]]:
     for number, entry in enumerate(api_keys, 1):
         tenant_id, equals, key = entry.partition("=")
-        if not equals or not re.fullmatch(r"[\w.@/-]{1,64}", tenant_id):
+        if not equals or tenant_problem(tenant_id) is not None:
             raise KeysError(f"entry {number} should look like tenant=key")
         tenant = tenants.setdefault(tenant_id, _Tenant(tenant_id).as_tenant())
         yield tenant, _stored(key, f"entry {number}", hashed_only=False)

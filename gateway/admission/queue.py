@@ -4,9 +4,10 @@ Owns: who is next, who must go when it is full, and how long a newcomer should e
 clock or a worker.
 
 Between tenants: start-time fair queueing. Each tenant has a virtual start; the smallest goes next, and moves on by
-the tokens of the request it got, divided by its weight. A tenant that was away begins at the present, so it can
-neither save up nor be punished. Within a tenant: a lower `priority` number first, as in vLLM, and `ageing_s` of
-waiting count as much as one step of priority. Everybody ages alike, so that order never changes.
+the tokens of the request it got, divided by its weight. Who used less than others while somebody waited may catch up,
+from `catch_up_tokens` behind the present at most: a burst within what a tenant had coming goes before those who are
+over their share. Within a tenant: a lower `priority` number first, as in vLLM, and `ageing_s` of waiting count as
+much as one step of priority. Everybody ages alike, so that order never changes.
 
 When it is full, what goes is the last in line of the tenant with the most tokens waiting for its weight, newcomer
 included. So a tenant that floods the queue pushes out itself, never those who are below their share.
@@ -18,12 +19,13 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gateway.admission.places import NOBODY_ELSEWHERE, WaitingElsewhere
 
 PRIORITY_MAX = 1000
+FLOWS_LOOK_AT = 64  # beyond so many remembered tenants it is looked who may be forgotten
 
 
 @dataclass(eq=False, slots=True)
@@ -61,11 +63,14 @@ class _Flow:
 class FairQueue:
     """At most `max_requests` of at most `max_bytes` together."""
 
-    def __init__(self, *, max_requests: int, max_bytes: int, ageing_s: float) -> None:
+    def __init__(self, *, max_requests: int, max_bytes: int, ageing_s: float, catch_up_tokens: int = 0) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._ageing_s = ageing_s
+        self._catch_up_tokens = catch_up_tokens
+        self._earliest_deadline_at = math.inf  # nobody's in line is earlier
         self._flows: dict[str, _Flow] = {}
+        self._flows_max = FLOWS_LOOK_AT
         self._virtual_now = 0.0
         self._serials = itertools.count()
         self._num_waiting = 0
@@ -83,32 +88,52 @@ class FairQueue:
             return None
         for victim in pushed_out:
             self.remove(victim)
-        flow = self._flows.get(entry.tenant_id)
-        if flow is None:
-            flow = self._flows[entry.tenant_id] = _Flow(self._virtual_now)
+        flow = self._flow_of(entry)
         if not flow.num_waiting:
             flow.last_rank = -math.inf
-            flow.virtual_start = max(flow.virtual_start, self._virtual_now)
-        flow.weight = entry.weight
         flow.last_rank = max(flow.last_rank, self._rank(entry))
+        if entry.deadline_at is not None:
+            self._earliest_deadline_at = min(self._earliest_deadline_at, entry.deadline_at)
         heapq.heappush(flow.heap, (self._rank(entry), next(self._serials), entry))
         self._count(flow, entry, 1)
         return pushed_out
 
-    def take(self) -> Waiting | None:
-        """The next in line, out of it."""
-        if not self._num_waiting:
+    def pass_by(self, entry: Waiting) -> None:
+        """It has its place without waiting. When nobody waits there is enough for all: nobody is behind anybody."""
+        assert not entry.queued, "it waits, so take() says when it goes"
+        if self._num_waiting:
+            self._serve(self._flow_of(entry), entry)
+        elif self._flows:
+            self._flows, self._virtual_now = {}, 0.0
+
+    def take(self, may_go: Callable[[str], bool] = lambda tenant_id: True) -> Waiting | None:
+        """The next in line of a tenant that may go, out of it; None when there is none."""
+        flows = [(flow.virtual_start, tenant_id) for tenant_id, flow in self._flows.items()
+                 if flow.num_waiting and may_go(tenant_id)]
+        if not flows:
             return None
-        _, flow = min(((tenant_id, flow) for tenant_id, flow in self._flows.items() if flow.num_waiting),
-                      key=lambda item: (item[1].virtual_start, item[0]))
+        flow = self._flows[min(flows)[1]]
         while not flow.heap[0][2].queued:
             heapq.heappop(flow.heap)
         entry = heapq.heappop(flow.heap)[2]
-        self._virtual_now = flow.virtual_start
-        flow.virtual_start += entry.cost_tokens / flow.weight
         self._count(flow, entry, -1)
-        self._forget_the_idle()
+        self._serve(flow, entry)
         return entry
+
+    def waits(self, tenant_id: str) -> bool:
+        """Whether anybody of this tenant is in line."""
+        flow = self._flows.get(tenant_id)
+        return flow is not None and flow.num_waiting > 0
+
+    def is_hopeless(self, entry: Waiting, elsewhere: WaitingElsewhere = NOBODY_ELSEWHERE) -> bool:
+        """Whether offer() finds no room for it, however few tokens it asks for: that is known before they are."""
+        own = self._flows.get(entry.tenant_id)
+        if own is None or not own.num_waiting or self._has_room(entry, elsewhere):
+            return False
+        if self._rank(entry) < own.last_rank:
+            return False
+        return own.backlog_tokens / entry.weight >= max(flow.backlog_tokens / flow.weight
+                                                        for flow in self._flows.values() if flow.num_waiting)
 
     def remove(self, entry: Waiting) -> bool:
         """It leaves the line; False when it was not in it."""
@@ -123,10 +148,15 @@ class FairQueue:
 
     def expired(self, now: float) -> list[Waiting]:
         """Those whose deadline has come, out of the line."""
-        late = [entry for flow in self._flows.values() for _, _, entry in flow.waiting()
-                if entry.deadline_at is not None and entry.deadline_at <= now]
+        if now < self._earliest_deadline_at:
+            return []
+        timed = [entry for flow in self._flows.values() for _, _, entry in flow.waiting()
+                 if entry.deadline_at is not None]
+        late = [entry for entry in timed if entry.deadline_at is not None and entry.deadline_at <= now]
         for entry in late:
             self.remove(entry)
+        self._earliest_deadline_at = min((entry.deadline_at for entry in timed
+                                          if entry.queued and entry.deadline_at is not None), default=math.inf)
         return late
 
     def tokens_before(self, tenant_id: str, weight: float) -> float:
@@ -152,10 +182,10 @@ class FairQueue:
 
     def _make_room(self, entry: Waiting, elsewhere: WaitingElsewhere) -> list[Waiting] | None:
         """Who must go for `entry`; None when it is `entry` itself. Changes nothing."""
+        if self._has_room(entry, elsewhere):
+            return []
         num_left = self._num_waiting + elsewhere.num_requests + 1
         bytes_left = self.num_bytes + elsewhere.num_bytes + entry.num_bytes
-        if num_left <= self._max_requests and bytes_left <= self._max_bytes:
-            return []
         burden = {tenant_id: flow.backlog_tokens / flow.weight for tenant_id, flow in self._flows.items()
                   if flow.num_waiting}
         own = self._flows.get(entry.tenant_id)
@@ -178,6 +208,10 @@ class FairQueue:
                 del burden[heaviest]
         return pushed_out
 
+    def _has_room(self, entry: Waiting, elsewhere: WaitingElsewhere) -> bool:
+        return (self._num_waiting + elsewhere.num_requests < self._max_requests
+                and self.num_bytes + elsewhere.num_bytes + entry.num_bytes <= self._max_bytes)
+
     def _line(self, tenant_id: str, newcomer: Waiting) -> list[Waiting]:
         """This tenant's requests from the first to the last, the newcomer included where it would stand."""
         flow = self._flows.get(tenant_id)
@@ -198,12 +232,32 @@ class FairQueue:
         self._num_waiting += sign
         self.num_bytes += sign * entry.num_bytes
 
+    @property
+    def _earliest(self) -> float:
+        """Where a tenant begins that was away: it cannot have missed more than there was since somebody waits."""
+        return max(0.0, self._virtual_now - self._catch_up_tokens)
+
+    def _flow_of(self, entry: Waiting) -> _Flow:
+        flow = self._flows.get(entry.tenant_id)
+        if flow is None:
+            flow = self._flows[entry.tenant_id] = _Flow(self._earliest)
+        elif not flow.num_waiting:
+            flow.virtual_start = max(flow.virtual_start, self._earliest)
+        flow.weight = entry.weight
+        return flow
+
+    def _serve(self, flow: _Flow, entry: Waiting) -> None:
+        begin = flow.virtual_start
+        flow.virtual_start += entry.cost_tokens / flow.weight
+        self._virtual_now = max(self._virtual_now, begin)
+        if len(self._flows) > self._flows_max:
+            self._forget_the_idle()
+
     def _forget_the_idle(self) -> None:
-        """A tenant without anybody in line is remembered only while it is ahead of the others."""
-        idle = [tenant_id for tenant_id, flow in self._flows.items()
-                if not flow.num_waiting and flow.virtual_start <= self._virtual_now]
-        for tenant_id in idle:
-            del self._flows[tenant_id]
+        """A tenant without anybody in line is remembered only while it is less behind than anybody may be."""
+        self._flows = {tenant_id: flow for tenant_id, flow in self._flows.items()
+                       if flow.num_waiting or flow.virtual_start > self._earliest}
+        self._flows_max = max(FLOWS_LOOK_AT, 2 * len(self._flows))
 
     @staticmethod
     def _first_cost(flow: _Flow) -> int:

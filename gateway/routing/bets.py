@@ -8,22 +8,34 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterator
+from math import inf
 
 from gateway.routing.claims import Claims
 
 VOID_BETS_MAX = 256
+LOOK_AGAIN_S = 5.0   # at a bet that is held
 
 
 class Speculation:
     """The bet of one booking. Give it to withdraw() when the request failed before its first byte."""
 
-    __slots__ = ("_blocks", "_claims", "expires_at", "serial")
+    __slots__ = ("_blocks", "_claims", "_ttl_s", "expires_at", "serial")
 
     def __init__(self, claims: Claims, blocks: array[int], expires_at: float, serial: int) -> None:
         self._claims = claims
         self._blocks = blocks
         self.expires_at = expires_at
         self.serial = serial
+        self._ttl_s = 0.0
+
+    def hold(self, ttl_s: float) -> None:
+        """It does not expire before settle(), and then `ttl_s` later: however long the request waits at its worker,
+        whoever comes after it finds what it will have computed."""
+        self.expires_at, self._ttl_s = inf, ttl_s
+
+    def settle(self, now: float) -> None:
+        """The prompt has been computed, or never will be. Only the first time counts."""
+        self.expires_at = min(self.expires_at, now + self._ttl_s)
 
     @property
     def endpoint_id(self) -> str:
@@ -69,10 +81,14 @@ class OpenBets:
         return bool(self._heap) and self._heap[0][0] <= now
 
     def due(self, now: float) -> Iterator[Speculation]:
-        """The bets that are past due; the caller takes each."""
+        """The bets that are past due and not held; the caller takes each."""
         heap = self._heap
         while heap and heap[0][0] <= now:
-            yield heap[0][2]
+            bet = heap[0][2]
+            if bet.expires_at > now and bet.num_blocks:  # it was put off
+                heapq.heapreplace(heap, (min(bet.expires_at, now + LOOK_AGAIN_S), bet.serial, bet))
+                continue
+            yield bet
             heapq.heappop(heap)
             self._num_void -= 1
         if self._num_void > len(heap) // 2 + VOID_BETS_MAX:

@@ -4,7 +4,8 @@ Owns: the tenants' meters, a queue for each model, and the places that requests 
 worker, or keep a prompt. What is decided is decided in gateway.admission; here are the clock and the waiting.
 
 A place is taken before a worker is chosen and given back when the answer has ended, so no more requests are under way
-than the ready workers have places for. With no worker ready nothing waits: the dispatcher then says why.
+than the ready workers have places for. With no worker ready nothing waits: the dispatcher then says why. Where there
+are tenants, one alone leaves some places to others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.admission.limits import Limit, Meters, OverLimit
+from gateway.admission.line import Line
 from gateway.admission.places import Places
-from gateway.admission.queue import FairQueue, ServiceRate, Waiting
+from gateway.admission.queue import FairQueue, Waiting
 from gateway.admission.tenants import Tenant
 from gateway.config import GatewayConfig
 from gateway.knowledge.endpoint_table import EndpointTable
@@ -57,24 +59,14 @@ def _over(over: OverLimit) -> errors.Rejected:
     return errors.rate_limited(over.limit.value, over.retry_after_s, is_budget=over.limit is Limit.BUDGET)
 
 
-class _Line:
-    """One model's queue, and the places at its workers."""
+class _Line(Line):
+    """A line, and the futures that its requests await."""
 
     def __init__(self, config: GatewayConfig, places: Places) -> None:
-        self.queue = FairQueue(max_requests=config.max_queued_requests, max_bytes=config.max_queued_bytes,
-                               ageing_s=AGEING_S)
-        self.rate = ServiceRate()
+        super().__init__(FairQueue(max_requests=config.max_queued_requests, max_bytes=config.max_queued_bytes,
+                                   ageing_s=AGEING_S, catch_up_tokens=config.catch_up_tokens),
+                         places, reserved_ratio=config.reserved_places_ratio)
         self.waiters: dict[int, asyncio.Future[None]] = {}
-        self.places = places
-
-    @property
-    def num_holding(self) -> int:
-        """Places that requests of this process hold."""
-        return self.places.num_holding
-
-    def queue_changed(self) -> None:
-        """Tell the other processes what waits here."""
-        self.places.waits_here(len(self.queue), self.queue.num_bytes)
 
 
 class Visit:
@@ -102,6 +94,11 @@ class Visit:
             return limit_s
         return max(0.001, min(limit_s, self.deadline_at - time.monotonic()))
 
+    def refuse_early(self, model: str, priority: int, num_bytes: int) -> None:
+        """ApiError 429 when the queue will have no room for this request, however few tokens it turns out to have: of
+        a flood, what cannot be served costs no tokenising."""
+        self._admission.refuse_early(self._admission.line_of(model), self._tenant, priority, num_bytes)
+
     async def turn(self, ask: Ask) -> None:
         """Await a place at a worker. ApiError 429 when a limit, the queue, the deadline or the SLO says no."""
         now = time.monotonic()
@@ -118,7 +115,7 @@ class Visit:
         # A stream without usage is counted by its chunks, of one token or a few.
         self._meter.take_output(self._record.completion_tokens or self._record.num_chunks, time.monotonic())
         if self._line is not None:
-            self._admission.give_back(self._line)
+            self._admission.give_back(self._line, self._tenant.tenant_id)
 
 
 class Admission:
@@ -161,31 +158,39 @@ class Admission:
 
     async def await_place(self, line: _Line, ask: Ask, tenant: Tenant, deadline_at: float | None) -> None:
         """Returns with a place taken; it must be given back."""
-        now, elsewhere = time.monotonic(), line.places.elsewhere()
-        is_taken = not len(line.queue) and not elsewhere.num_requests and self._take_place(ask.model, line)
+        now = time.monotonic()
+        latest = now + self._config.max_queue_wait_s
+        entry = Waiting(tenant.tenant_id, ask.cost_tokens, ask.num_bytes, now, tenant.limits.weight, ask.priority,
+                        latest if deadline_at is None else min(latest, deadline_at))
+        is_taken = line.take_at_once(entry, self._limit(ask.model))
         wait_s = 0.0 if is_taken else self._expected_wait_s(line, tenant)
         try:
             self._refuse_hopeless(ask, wait_s, None if deadline_at is None else deadline_at - now)
         except errors.Rejected:
             if is_taken:
-                self.give_back(line)
+                self.give_back(line, tenant.tenant_id)
             raise
-        if is_taken:
-            return
-        latest = now + self._config.max_queue_wait_s
-        entry = Waiting(tenant.tenant_id, ask.cost_tokens, ask.num_bytes, now, tenant.limits.weight, ask.priority,
-                        latest if deadline_at is None else min(latest, deadline_at))
-        pushed_out = line.queue.offer(entry, elsewhere)
+        if not is_taken:
+            await self._stand_in_line(line, entry, wait_s)
+
+    async def _stand_in_line(self, line: _Line, entry: Waiting, wait_s: float) -> None:
+        pushed_out = line.queue.offer(entry, line.places.elsewhere())
         if pushed_out is None:
             raise self._full(wait_s)
         for victim in pushed_out:
             self._end_wait(line, victim, self._full(wait_s))
-        line.rate.began(now)
+        line.rate.began(entry.arrived_at)
         await self._wait(line, entry, asyncio.get_running_loop().create_future())
 
-    def give_back(self, line: _Line) -> None:
+    def refuse_early(self, line: _Line, tenant: Tenant, priority: int, num_bytes: int) -> None:
+        """See Visit."""
+        newcomer = Waiting(tenant.tenant_id, 0, num_bytes, time.monotonic(), tenant.limits.weight, priority)
+        if len(line.queue) and line.queue.is_hopeless(newcomer, line.places.elsewhere()):
+            raise self._full(self._expected_wait_s(line, tenant))
+
+    def give_back(self, line: _Line, tenant_id: str) -> None:
         """A place is free again; it is the turn of those who wait here or in another process, by lot."""
-        line.places.give_back()
+        line.give_back(tenant_id)
         row = line.places.next_turn(random.random())
         if row is not None and self._membership is not None:
             self._membership.notes.your_turn(row)
@@ -202,7 +207,7 @@ class Admission:
             if line.queue.remove(entry):
                 line.queue_changed()
             elif waiter.done() and not waiter.cancelled() and not waiter.exception():
-                self.give_back(line)
+                self.give_back(line, entry.tenant_id)
             raise
         finally:
             line.waiters.pop(id(entry), None)
@@ -215,9 +220,8 @@ class Admission:
                 continue
             for late in line.queue.expired(now):
                 self._end_wait(line, late, self._too_late(now - late.arrived_at))
-            while len(line.queue) and self._take_place(model, line):
-                entry = line.queue.take()
-                assert entry is not None, "a line that is not empty has a first"
+            limit = self._limit(model)
+            while (entry := line.take_next(limit)) is not None:
                 line.rate.left(entry.cost_tokens, now, queue_is_empty=not len(line.queue))
                 self._end_wait(line, entry, None)
             line.queue_changed()
@@ -230,16 +234,15 @@ class Admission:
         waiter = line.waiters.pop(id(entry))
         if waiter.done():  # cancelled, and its task has not run since: what it got goes to the next
             if error is None:
-                line.places.give_back()
+                line.give_back(entry.tenant_id)
         elif error is None:
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
 
-    def _take_place(self, model: str, line: _Line) -> bool:
-        num_workers, limit = len(self._table.serving(model)), self._config.max_inflight_per_worker
-        # Without a worker there is nothing to wait for: the dispatcher says why nobody can take it.
-        return line.places.take(num_workers * limit if num_workers else sys.maxsize)
+    def _limit(self, model: str) -> int:
+        """Places there are. Without a worker there is nothing to wait for: the dispatcher says why nobody can."""
+        return len(self._table.serving(model)) * self._config.max_inflight_per_worker or sys.maxsize
 
     def _expected_wait_s(self, line: _Line, tenant: Tenant) -> float:
         """Behind what is in line; 0 while the pace is unknown."""

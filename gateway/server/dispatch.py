@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
@@ -66,11 +66,25 @@ class RoutedPrompt(Struct, frozen=True, gc=False):
         return len(self.prepared.prompts[0])
 
 
+class OpenBet(NamedTuple):
+    """What is believed of the worker's cache for this request's sake."""
+
+    placed_in: PrefixIndex
+    speculation: Speculation
+
+    def settle(self) -> None:
+        """From now on it may expire."""
+        self.speculation.settle(time.monotonic())
+
+    def withdraw(self) -> None:
+        self.placed_in.withdraw(self.speculation)
+
+
 class Placement:
     """A booked worker. Every way out ends in release() or abandon(), and both may be called again."""
 
     def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
-                 withdraw: Callable[[], None], upstream_request: UpstreamRequest,
+                 bet: OpenBet | None, upstream_request: UpstreamRequest,
                  prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool],
                  breakers: Breakers) -> None:
         self.endpoint = endpoint
@@ -78,7 +92,7 @@ class Placement:
         self._pass = breakers.begin(endpoint)
         self.decision = decision
         self._booking = booking
-        self._withdraw = withdraw
+        self._bet = bet
         self._upstream_request = upstream_request
         self._prefill_timer = prefill_timer
         self._is_replaceable = is_replaceable
@@ -102,6 +116,8 @@ class Placement:
         """The prompt has been computed."""
         self._booking.prefill_done(time.monotonic())
         self._pass.answered()
+        if self._bet is not None:
+            self._bet.settle()
 
     def succeeded(self) -> None:
         """The worker answered to the end."""
@@ -118,11 +134,14 @@ class Placement:
             self._prefill_timer.cancel()
         self._booking.release()
         self._pass.left()
+        if self._bet is not None:
+            self._bet.settle()
 
     def abandon(self) -> None:
         """The worker did not take it: nothing of it will be in that cache."""
         self.release()
-        self._withdraw()
+        if self._bet is not None:
+            self._bet.withdraw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +235,8 @@ class Dispatcher:
         # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
             prefill_s, lambda: booking.prefill_done(time.monotonic()))
-        return Placement(endpoint, decision, booking, upstream_request=upstream_request, prefill_timer=timer,
-                         is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers,
-                         withdraw=lambda: self._index.withdraw(bet) if bet is not None else None)
+        return Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request, prefill_timer=timer,
+                         is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers)
 
     def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision, *,
                    chain: Sequence[int], now: float) -> Footprint:
@@ -237,23 +255,24 @@ class Dispatcher:
         self.learning.hot.note(Sighting(prompt.model, chain, known_tokens // block_size, prompt.prepared.prompts[0],
                                         block_size, salt.internal, salt.salt_from), time.monotonic())
 
-    def _bet(self, endpoint: Endpoint, hashes: Sequence[int], prefill_s: float, now: float) -> Speculation | None:
+    def _bet(self, endpoint: Endpoint, hashes: Sequence[int], prefill_s: float, now: float) -> OpenBet | None:
         report = endpoint.report
         if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
             return None  # nothing will be found there again, so nothing should be predicted
         assert endpoint.scheme is not None, "knowledge without a hash scheme"
         if not hashes:
             return None
-        # The time to live bridges the lag of events, which begins when the blocks have been computed. Without events,
-        # what we sent there lately is all that we know.
+        # The time to live bridges the lag of events, which begins when the blocks have been computed: until the first
+        # byte the bet is held. Without events, what we sent there lately is all that we know.
         has_events = endpoint.knowledge is Knowledge.EXACT
         ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
         expires_at = now + prefill_s + ttl_s
         bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
                                     blocks_max=_history_blocks_max(endpoint))
+        bet.hold(ttl_s)
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
             self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
-        return bet
+        return OpenBet(self._index, bet)
 
     def _bet_was_placed(self, bet: SharedBet) -> None:
         """By another process of this gateway: a burst of siblings goes together, whichever processes it meets."""

@@ -16,7 +16,7 @@ from aiohttp.web_request import BaseRequest
 from gateway import errors
 from gateway.relay.relay import Write
 from gateway.server.request_record import RequestRecord
-from worker.prompt.foreign_api import ForeignAnswer, ForeignApi, PromptCount
+from worker.prompt.foreign_api import ForeignAnswer, ForeignApi, PromptCount, encoded
 from worker.prompt.foreign_stream import StreamTranslation
 from worker.prompt.messages_body import COUNT_TOKENS, MESSAGES
 from worker.prompt.responses_body import RESPONSES
@@ -50,9 +50,10 @@ class Way:
         if not is_complete:
             raise errors.worker_failed("The answer is too large to be translated; ask for a stream.")
         try:
-            return orjson.dumps(self._answer.whole(orjson.loads(body)))
+            answer = self._answer.whole(orjson.loads(body))
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError):
             raise errors.worker_failed("The engine's answer is no chat completion.") from None
+        return encoded(answer)
 
 
 _WAY: web.RequestKey[Way] = web.RequestKey("way_back", Way)

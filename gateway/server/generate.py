@@ -38,7 +38,7 @@ from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 from gateway.server.addressing import ChoiceToResume, upstream_request
-from gateway.server.admission import DEADLINE_HEADER, Ask
+from gateway.server.admission import DEADLINE_HEADER, Ask, Visit
 from gateway.server.answering import Answering, Beginning, Taken
 from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
 from gateway.server.foreign import Way, errors_of, set_way_back, way_back
@@ -187,7 +187,8 @@ class Generate:
         with self._admission.enter(tenant, record) as visit:
             visit.set_deadline(request.headers.get(DEADLINE_HEADER))
             may_move = wants_migration(request.headers.get(MIGRATION_HEADER))
-            intake = await self.take_in(await read_body(request, self._config.max_body_bytes), route, record, tenant)
+            body = await read_body(request, self._config.max_body_bytes)
+            intake = await self.take_in(body, route, record, tenant, visit=visit)
             if intake.way_back is not None:
                 set_way_back(request, intake.way_back)
             await visit.turn(self._ask(intake))
@@ -229,7 +230,8 @@ class Generate:
             answer.response.close()
             placement.release()
 
-    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant) -> Intake:
+    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant, *,
+                      visit: Visit | None = None) -> Intake:
         """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
         began_at = time.perf_counter()
         given = body
@@ -240,6 +242,8 @@ class Generate:
         tenant.check_model(parsed.model)
         tenant.check_priority(parsed.priority)
         reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
+        if visit is not None:
+            visit.refuse_early(reference.model, parsed.priority, len(body))
         schemes, adapter_keys = () if parsed.is_uncached else service.schemes, service.adapter_keys
         owner = self._remembering.owner(parsed, tenant, schemes)
         scope = tenant.sharing_group.hex() + "/" + (parsed.cache_salt or "")
@@ -267,9 +271,8 @@ class Generate:
                    lambda: self._dispatcher.predicted_ttft_s(prompt))
 
     def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
-        max_context = self._table.service(reference.model).max_context
-        return None if max_context is None else PromptLimit(max_context, reference.token_bound,
-                                                            route.prompt_param)
+        most = self._table.service(reference.model).max_context
+        return None if most is None else PromptLimit(most, reference.token_bound, route.prompt_param)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""
@@ -307,13 +310,14 @@ class Generate:
         answer, placement = taken.answer, taken.placement
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
-        write: Write = ClientStream(request, response).write
-        if (way := way_back(request)) is not None:
-            write = way.writer(write, answering.record)
+        client = ClientStream(request, response)
+        way = way_back(request)
+        write: Write = client.write if way is None else way.writer(client.write, answering.record)
         transcript, scheme = Transcript() if tells_tokens(answer) else None, placement.endpoint.scheme
         may_move = answering.may_move and transcript is not None
         watch = replace(answering.watch, is_lost=placement.is_lost) if may_move else answering.watch
-        end = await pass_stream(answer, write, self._limits, watch, transcript=transcript)
+        end = await pass_stream(answer, write, self._limits, watch, transcript=transcript,
+                                send_now=client.send_now if way is None else None)
         if end.failure is None:
             placement.succeeded()
             if intake.learn is not None and transcript is not None and transcript.is_kept:
@@ -343,8 +347,7 @@ class Generate:
             body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
         if is_complete:
             return WholeResponse(answer.response.status, body, headers)
-        response = web.StreamResponse(status=answer.response.status, headers=headers)
-        await response.prepare(request)
+        await (response := web.StreamResponse(status=answer.response.status, headers=headers)).prepare(request)
         write = ClientStream(request, response).write
         await relay_bytes(body, write, self._limits)
         try:

@@ -102,12 +102,12 @@ class ClientRoutes:
 
     def _model_of(self, named: str | None, tenant: Tenant) -> str:
         """The model a helper route means: the named one, or the only one there is for this tenant."""
+        if named is not None:
+            tenant.check_model(named)
+            return named
         known = list(filter(tenant.may_use, self._table.models()))
-        if named is not None or not known:
-            tenant.check_model(named or "")
-            return named or ""
-        if len(known) > 1:
-            raise errors.model_not_found("(none given)", known)
+        if len(known) != 1:
+            raise errors.model_not_named(known)
         return known[0]
 
 

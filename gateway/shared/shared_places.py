@@ -37,6 +37,14 @@ class SharedPlaces(Places):
         super().give_back()
         self._table.add(self._column, HOLDING, -1)
 
+    def num_free(self, limit: int) -> int:
+        """See Places."""
+        return limit - self._table.total(self._column, HOLDING)
+
+    def estimated(self, num_here: int) -> float:
+        """See Places: as large a share of all as it is of those held here."""
+        return num_here * self._table.total(self._column, HOLDING) / max(1, self.num_holding)
+
     def waits_here(self, num_requests: int, num_bytes: int) -> None:
         """See Places."""
         words, table = self._table.words, self._table

@@ -56,7 +56,7 @@ class _Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
-        if not _is_whole(self._buffer):
+        if not is_whole(self._buffer):
             return
         assert self._buffer.startswith(b"HTTP/1.1 200"), self._buffer[:300]
         self._latencies.append(time.perf_counter() - self._began_at)
@@ -67,7 +67,8 @@ class _Client(asyncio.Protocol):
             self._send()
 
 
-def _is_whole(answer: bytes) -> bool:
+def is_whole(answer: bytes) -> bool:
+    """Whether an HTTP answer has come to its end, by its length or its last chunk."""
     end = answer.find(b"\r\n\r\n")
     if end < 0:
         return False

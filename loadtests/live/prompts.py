@@ -27,6 +27,8 @@ _COMMON = ("the of and to in is it for on was with as by at from that this are b
            "we can her has there been if more when will would who so no out up into do any your what some them could "
            "time other about then its only over such new these may first two made after")
 WORDS = tuple(_COMMON.split())
+# In place of a message without text, such as a tool's empty result: some servers refuse those.
+NOTHING = "(nothing)"
 # Roles of a trace that a chat template may not know.
 _ROLES = {"system": "system", "user": "user", ASSISTANT: ASSISTANT}
 
@@ -66,7 +68,8 @@ class PromptMaker:
         """What to send for the request number `index`. `answers` stand in for what the trace's assistant said in
         the messages at these places."""
         if request.messages:
-            messages = [{"role": _ROLES.get(message.role, "user"), "content": answers.get(at, message.text)}
+            messages = [{"role": _ROLES.get(message.role, "user"),
+                         "content": answers.get(at, message.text) or NOTHING}
                         for at, message in enumerate(request.messages)]
             return Asked(CHAT_PATH, {**self._common(request), "messages": messages})
         numbers = self._numbers(request, index)

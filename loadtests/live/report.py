@@ -48,7 +48,8 @@ def as_table(report: dict[str, Any]) -> str:
     if result["prediction"] is not None:
         lines.append("predicted hits: {equal} of {compared} as reported, {too_much} too much, {too_little} too "
                      "little".format_map(result["prediction"]))
-    lines += [f"error {kind}: {count}" for kind, count in result["errors"].items()]
+    lines += [f"error {kind}: {count}, first: {result['first_of_errors'].get(kind, '')}"
+              for kind, count in result["errors"].items()]
     return "\n".join(lines)
 
 

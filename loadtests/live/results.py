@@ -32,6 +32,7 @@ def result_of(trace: Trace, outcomes: Sequence[Outcome], bounds: CacheBounds, la
         "ttft_max_s": ttft[-1] if ttft else 0.0, "hit_token_ratio": cached / prompt if prompt else None,
         "ideal_hit_token_ratio": bounds.infinite_ratio, "max_mean_load": _max_mean_load(told),
         "requests": len(well), "failed": len(outcomes) - len(well), "errors": errors_of(outcomes),
+        "first_of_errors": first_of_errors(outcomes),
         "prompt_tokens": prompt, "cached_tokens": cached,
         "completion_tokens": sum(one.completion_tokens for one in told), "told_usage": len(told),
         "inter_token_p50_s": quantile(gaps, 0.5), "inter_token_p99_s": quantile(gaps, 0.99),
@@ -47,6 +48,15 @@ def errors_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
     kept = dict(kinds[:ERROR_KINDS_MAX])
     rest = sum(count for _, count in kinds[ERROR_KINDS_MAX:])
     return {**kept, "other": rest} if rest else kept
+
+
+def first_of_errors(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """What the first failure of each kind said."""
+    first: dict[str, str] = {}
+    for outcome in outcomes:
+        if outcome.error is not None and len(first) < ERROR_KINDS_MAX:
+            first.setdefault(outcome.error, outcome.detail)
+    return first
 
 
 def prediction_of(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:

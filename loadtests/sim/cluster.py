@@ -114,7 +114,7 @@ class Cluster:
 
     def _again(self, gateway: SimGateway, request: SimRequest) -> Callable[[], None]:
         def route() -> None:
-            gateway.ended(request, well=False)
+            gateway.ended(request, self.clock.now, well=False)
             self._route(request)
         return route
 
@@ -132,7 +132,7 @@ class Cluster:
 
     def _end(self, request: SimRequest) -> None:
         request.ended_at = self.clock.now
-        self._gateway_of(request).ended(request)
+        self._gateway_of(request).ended(request, self.clock.now)
         self.num_done += 1
 
     def _listener(self, number: int) -> WorkerListener:

@@ -88,6 +88,8 @@ class SimGateway:
     def first_token(self, request: SimRequest, now: float) -> None:
         placed = self._placed[request.index]
         placed.booking.prefill_done(now)
+        if placed.bet is not None:
+            placed.bet.settle(now)
         self._load_changed(placed.worker_id)
         self.policy.prefill_done(request, placed.worker_id)
 
@@ -107,9 +109,11 @@ class SimGateway:
         self._loads.pop(worker_id, None)
         self.reported(worker_id, report)
 
-    def ended(self, request: SimRequest, *, well: bool = True) -> None:
+    def ended(self, request: SimRequest, now: float, *, well: bool = True) -> None:
         placed = self._placed.pop(request.index)
         placed.booking.release()
+        if placed.bet is not None:
+            placed.bet.settle(now)
         self._load_changed(placed.worker_id)
         self.policy.ended(request, placed.worker_id)
         if well:
@@ -176,6 +180,7 @@ class SimGateway:
             prefill_s = cost.first_token_s if cost is not None else 0.0
             expires_at = now + prefill_s + self.policy.speculative_ttl_s
             bet = self._index.speculate(worker_id, request.hashes, expires_at)
+            bet.hold(self.policy.speculative_ttl_s)
             for sibling in self._siblings:
                 if sibling is not self:   # told of it, as processes of one gateway tell each other
                     sibling._index.speculate(worker_id, request.hashes, expires_at)

@@ -15,6 +15,7 @@ from gateway.admission.budget import Window, window_end
 from tests.integration.test_gateway_tenants import KEY_A, KEY_B, as_key, keys_file
 from tests.support.gateway_in_process import WORKER_TOKEN, Answer, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import Behaviour, Seen, StubWorker, answer, running
+from worker.protocol.internal_request import TENANT_HEADER
 
 
 class Gate:
@@ -212,6 +213,32 @@ async def test_tenants_take_turns_however_many_one_sends(start: Any, tmp_path: P
     assert sorted(one.status for one in await asyncio.gather(*flood)) == [200] * 6 + [429] * 2
     urgent = await held.gateway.chat("x", priority=-1, headers=as_key(KEY_B))
     assert (urgent.status, urgent.error["param"]) == (403, "priority")
+
+
+async def test_a_flood_leaves_a_place_to_others(start: Any, tmp_path: Path) -> None:
+    held = await start(keys_file=keys_file(tmp_path, {"id": "a", "key": KEY_A}, {"id": "b", "key": KEY_B}),
+                       max_inflight_per_worker=8, max_queued_requests=2)
+    flood = [held.send(f"a{number}", headers=as_key(KEY_A)) for number in range(9)]
+    await held.until_waiting(2)
+    await held.until_seen(7)
+    logged = await held.gateway.metric('headstart_overhead_seconds_count{stage="tokenize"}')
+    refused = await held.gateway.chat("a9", headers=as_key(KEY_A))
+    assert (refused.status, refused.error["code"]) == (429, "queue_full")
+    assert await held.gateway.metric('headstart_overhead_seconds_count{stage="tokenize"}') == logged, "not tokenised"
+    held.send("b0", headers=as_key(KEY_B))
+    await held.until_seen(8)
+    assert held.texts()[-1] == "b0", "at once, although two of the other tenant's wait and every answer is held"
+    assert [seen.headers[TENANT_HEADER] for seen in held.stub.seen] == ["a"] * 7 + ["b"], "so the worker knows, too"
+    held.gate.open(10)
+    assert sorted(one.status for one in await asyncio.gather(*flood)) == [200] * 9
+
+
+async def test_without_keys_every_place_is_taken(start: Any) -> None:
+    held = await start(max_inflight_per_worker=8)
+    for number in range(9):
+        held.send(f"a{number}")
+    await held.until_seen(8)
+    await held.until_waiting(1)
 
 
 async def test_a_tenants_limits_are_its_own(start: Any, tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ async def test_a_tenant_sees_and_uses_its_models_only(tmp_path: Path) -> None:
                        await gateway.send("POST", "/v1/chat/completions", headers=as_key(KEY_B), body=(
                            b'{"m\\u006fdel":"st\\u0075b","messages":[{"role":"user","content":"x"}]}'))):
             assert (answer.status, answer.error["code"], answer.error["param"]) == (403, "forbidden", "model")
-        allowed = await gateway.send("POST", "/v1/completions", headers=as_key(KEY_B),
-                                     payload={"model": "other", "prompt": "x"})
-        assert allowed.status == 404
-        assert "stub" not in allowed.error["message"], "what others may use is not told"
+        for path, payload in (("/v1/completions", {"model": "other", "prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+            allowed = await gateway.send("POST", path, headers=as_key(KEY_B), payload=payload)
+            assert (allowed.status, allowed.error["param"]) == (404, "model")
+            assert "stub" not in allowed.error["message"], "what others may use is not told"
         assert not stub.seen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -110,8 +112,13 @@ async def test_files_that_are_no_good_end_the_start_with_one_line(how: str, tmp_
     else:
         key_file.write_bytes(private_pem(ec.generate_private_key(ec.SECP256R1()),
                                          b"passphrase" if how == "encrypted" else None))
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     with pytest.raises(StartError) as wrong:
         Gateway(GatewayConfig(**settings))  # type: ignore[arg-type]
     assert wrong.value.exit_code == 2
     assert "tls_" in str(wrong.value)
     assert "\n" not in str(wrong.value)
+    del wrong
+    gc.collect()
+    assert complaints == [], "what was opened before is left open"

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from gateway.admission.tenants import hash_key
 from loadtests.local_stack import free_port
 from tests.support.tiny_worker import write_tiny_model
 
@@ -58,8 +59,8 @@ def pasted(line: str) -> Any:
     """What the printed curl would get."""
     words = shlex.split(line.partition("try: ")[2])
     assert words[:2] == ["curl", "-s"]
-    name, _, value = words[words.index("-H") + 1].partition(": ")
-    return fetch(words[2], headers={name: value}, body=words[words.index("-d") + 1])
+    headers = dict(words[at + 1].split(": ", 1) for at, word in enumerate(words) if word == "-H")
+    return fetch(words[2], headers=headers, body=words[words.index("-d") + 1])
 
 
 def alive(pid: int) -> bool:
@@ -122,11 +123,16 @@ def test_from_the_ready_line_to_ctrl_c(model: Path, tmp_path: Path) -> None:
     assert "[worker-2] " in (tmp_path / "log").read_text()
 
 
-def test_sigterm_drains_and_exits_0(model: Path, tmp_path: Path) -> None:
+def test_sigterm_drains_and_exits_0_and_a_client_with_a_key_is_told_so(model: Path, tmp_path: Path) -> None:
+    key, keys = "hs-key-of-a-tenant-0001", tmp_path / "keys.toml"
+    keys.write_text(f'[[tenants]]\nid = "a"\nkeys = ["{hash_key(key)}"]\n')
     with running_up("--workers", "1", "--model", str(model), "--served-name", "tiny", "--kv-memory", "4MiB",
-                    "--drain-delay-s", "0", f"--port={free_port()}", log=tmp_path / "log") as up:
+                    f"--keys-file={keys}", "--drain-delay-s", "0", f"--port={free_port()}",
+                    log=tmp_path / "log") as up:
         assert up.stdout is not None
-        assert up.stdout.readline().startswith("ready: ")
+        line = up.stdout.readline()
+        assert line.startswith("ready: ")
+        assert pasted(line.replace("Bearer KEY", f"Bearer {key}"))["model"] == "tiny"
         up.send_signal(signal.SIGTERM)
         assert up.wait(STOP_S) == 0
 

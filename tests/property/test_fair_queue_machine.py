@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.admission.queue import FairQueue, Waiting
+from gateway.admission.queue import FLOWS_LOOK_AT, FairQueue, Waiting
 
 AGEING_S = 10.0
 MAX_REQUESTS, MAX_BYTES = 6, 100
+CATCH_UP_TOKENS = 32
 TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 
 
@@ -19,9 +20,26 @@ TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 class NaiveQueue:
     """One list of everything in the order of arrival, and a virtual start for each tenant."""
 
+    catch_up_tokens: int = CATCH_UP_TOKENS
     line: list[Waiting] = field(default_factory=list)
     starts: dict[str, float] = field(default_factory=dict)
     now: float = 0.0
+
+    def comes(self, tenant_id: str) -> None:
+        if not self.of(tenant_id):
+            earliest = max(0.0, self.now - self.catch_up_tokens)
+            self.starts[tenant_id] = max(self.starts.get(tenant_id, earliest), earliest)
+
+    def serve(self, entry: Waiting) -> None:
+        self.now = max(self.now, self.starts[entry.tenant_id])
+        self.starts[entry.tenant_id] += entry.cost_tokens / TENANTS[entry.tenant_id]
+
+    def pass_by(self, entry: Waiting) -> None:
+        if self.line:
+            self.comes(entry.tenant_id)
+            self.serve(entry)
+        else:
+            self.starts, self.now = {}, 0.0
 
     def rank(self, entry: Waiting) -> tuple[float, int]:
         at = self.line.index(entry) if entry in self.line else len(self.line)
@@ -44,26 +62,25 @@ class NaiveQueue:
             victims.append(victim)
         for victim in victims:
             self.line.remove(victim)
-        if not self.of(entry.tenant_id):
-            self.starts[entry.tenant_id] = max(self.starts.get(entry.tenant_id, 0.0), self.now)
+        self.comes(entry.tenant_id)
         self.line.append(entry)
         return victims
 
-    def take(self) -> Waiting | None:
-        if not self.line:
+    def take(self, may_go: frozenset[str]) -> Waiting | None:
+        waiting = {entry.tenant_id for entry in self.line} & may_go
+        if not waiting:
             return None
-        tenant = min({entry.tenant_id for entry in self.line}, key=lambda name: (self.starts[name], name))
-        entry = self.of(tenant)[0]
+        entry = self.of(min(waiting, key=lambda name: (self.starts[name], name)))[0]
         self.line.remove(entry)
-        self.now = self.starts[tenant]
-        self.starts[tenant] += entry.cost_tokens / TENANTS[tenant]
+        self.serve(entry)
         return entry
 
 
 class FairQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, ageing_s=AGEING_S)
+        self.queue = FairQueue(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, ageing_s=AGEING_S,
+                               catch_up_tokens=CATCH_UP_TOKENS)
         self.naive = NaiveQueue()
         self.clock = 0.0
 
@@ -76,15 +93,24 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.clock += later
         entry = Waiting(tenant, cost, num_bytes, self.clock, TENANTS[tenant], priority,
                         None if patience is None else self.clock + patience)
+        hopeless = self.queue.is_hopeless(replace(entry, cost_tokens=0))
         expected = self.naive.offer(entry)
         assert self.queue.offer(entry) == expected
         assert entry.queued == (expected is not None)
+        assert not (hopeless and entry.queued), "what is refused before its tokens are counted has no room after"
 
-    @rule()
-    def take(self) -> None:
-        expected = self.naive.take()
-        assert self.queue.take() is expected
-        assert expected is None or not expected.queued
+    @rule(may_go=st.frozensets(st.sampled_from(sorted(TENANTS)), min_size=1))
+    def take(self, may_go: frozenset[str]) -> None:
+        expected = self.naive.take(may_go)
+        entry = self.queue.take(may_go.__contains__)
+        assert entry is expected
+        assert entry is None or not entry.queued
+
+    @rule(tenant=st.sampled_from(sorted(TENANTS)), cost=st.sampled_from([1, 4, 64]))
+    def pass_by(self, tenant: str, cost: int) -> None:
+        entry = Waiting(tenant, cost, 0, self.clock, TENANTS[tenant])
+        self.naive.pass_by(entry)
+        self.queue.pass_by(entry)
 
     @precondition(lambda self: self.naive.line)
     @rule(data=st.data())
@@ -110,6 +136,7 @@ class FairQueueMachine(RuleBasedStateMachine):
             own = sum(entry.cost_tokens for entry in self.naive.of(tenant))
             everything = sum(entry.cost_tokens for entry in self.naive.line)
             assert own <= self.queue.tokens_before(tenant, weight) <= everything
+            assert self.queue.waits(tenant) == bool(self.naive.of(tenant))
 
 
 TestFairQueue = FairQueueMachine.TestCase
@@ -148,7 +175,7 @@ def test_waiting_makes_up_for_a_low_priority() -> None:
     assert [queue.take() for _ in range(3)] == [early, patient, late]
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up_and_owes_nothing() -> None:
+def test_without_catching_up_a_tenant_that_was_away_has_saved_nothing_up_and_owes_nothing() -> None:
     queue = FairQueue(max_requests=100, max_bytes=100, ageing_s=AGEING_S)
     for at in range(20):
         queue.offer(Waiting("busy", 100, 0, float(at)))
@@ -159,3 +186,34 @@ def test_a_tenant_that_was_away_has_saved_nothing_up_and_owes_nothing() -> None:
     order = [entry.tenant_id for entry in (queue.take() for _ in range(8)) if entry is not None]
     assert order.count("back") == 4, "it gets its half, and no more"
     assert order[:3].count("back") <= 2, "one request ahead of the others at the most"
+
+
+@settings(max_examples=50)
+@given(COSTS, st.integers(0, 4000))
+def test_a_tenant_that_was_away_goes_first_for_what_it_may_catch_up_and_then_in_turn(costs: list[int],
+                                                                                   catch_up_tokens: int) -> None:
+    queue = FairQueue(max_requests=100, max_bytes=100, ageing_s=AGEING_S, catch_up_tokens=catch_up_tokens)
+    for at in range(40):
+        queue.offer(Waiting("busy", 500, 0, float(at)))
+    for _ in range(20):
+        queue.take()
+    assert catch_up_tokens < 20 * 500, "no more than the busy one has had"
+    for at, cost in enumerate(costs):
+        queue.offer(Waiting("back", cost, 0, 50.0 + at))
+    ahead = 0.0
+    while queue.waits("back") and queue.waits("busy"):
+        entry = queue.take()
+        assert entry is not None
+        ahead += entry.cost_tokens if entry.tenant_id == "back" else -entry.cost_tokens
+        # The busy one is a request ahead of the present when the other comes, and the other may end one further.
+        assert ahead <= catch_up_tokens + 1000
+        assert entry.tenant_id == "back" or ahead >= catch_up_tokens, "nobody else before it has caught up"
+
+
+def test_tenants_that_are_level_with_the_others_are_forgotten() -> None:
+    queue = FairQueue(max_requests=10, max_bytes=10, ageing_s=AGEING_S, catch_up_tokens=100)
+    queue.offer(Waiting("waits", 1, 0, 0.0))
+    for number in range(5000):
+        queue.pass_by(Waiting("busy", 10, 0, 0.0))
+        queue.pass_by(Waiting(f"once-{number}", 10, 0, 0.0))
+        assert len(queue._flows) <= 2 * FLOWS_LOOK_AT

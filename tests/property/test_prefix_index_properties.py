@@ -14,6 +14,7 @@ from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculati
 from tests.support.routing_chains import ENDPOINTS, Path, chain_of, name_of, paths, prefixes_of
 
 ROOMY_BYTES = 1 << 40
+FOREVER = 1 << 40
 Lane = tuple[str, int]
 
 endpoint_ids = st.sampled_from(ENDPOINTS)
@@ -139,6 +140,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         history = [bet for bet in self.naive.bets if bet.endpoint_id == endpoint_id and bet.is_history]
         while len(history) > 1 and len(self.naive.staked(endpoint_id)) > blocks_max:
             self.naive.bets.remove(history.pop(0))
+
+    @precondition(lambda self: self.naive.bets)
+    @rule(data=st.data(), ttl=st.integers(1, 5))
+    def hold(self, data: st.DataObject, ttl: int) -> None:
+        """A request that waits at its worker: its bet stays until it is taken back."""
+        bet = data.draw(st.sampled_from(self.naive.bets))
+        bet.handle.hold(float(ttl))
+        bet.expires_at = FOREVER
 
     @precondition(lambda self: self.naive.bets)
     @rule(data=st.data())

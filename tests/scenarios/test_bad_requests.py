@@ -13,6 +13,7 @@ import pytest
 
 from worker.prompt import messages as message_limits
 from worker.prompt import request_schema as limits
+from worker.prompt.grammar_spec import MAX_OPTIONAL_PROPERTIES
 from worker.prompt.json_body import MAX_JSON_DEPTH
 from worker.prompt.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from worker.protocol.api_error import ApiError
@@ -92,6 +93,9 @@ MALFORMED = [
     Case("number too large for a float", b'{"model":"m","temperature":1e999}', "temperature"),
 ]
 
+OPTIONAL = {"properties": {str(number): {} for number in range(1 + MAX_OPTIONAL_PROPERTIES // 2)}, "required": []}
+MANY_PARAMETERS = [{"type": "function", "function": {"name": "f", "parameters": {"items": [OPTIONAL, OPTIONAL]}}}]
+
 CHAT = [
     Case("deep known field", b'{"model":"m","messages":[{"role":"user","content":"hi","x":'
          + b'{"a":' * MAX_JSON_DEPTH + b"1" + b"}" * MAX_JSON_DEPTH + b"}]}", None, "deeper than"),
@@ -137,6 +141,11 @@ CHAT = [
     chat("response_format", "not supported", response_format={"type": "xml"}),
     chat("response_format", "needs json_schema.schema", response_format={"type": "json_schema"}),
     chat("response_format.json_schema.schema", response_format={"type": "json_schema", "json_schema": {"schema": 5}}),
+    chat("response_format", "at most 1000", name="too many optional properties", response_format={
+        "type": "json_schema", "json_schema": {"schema": {"$defs": {"a": OPTIONAL}, "anyOf": [OPTIONAL]}}}),
+    chat("tools", "at most 1000", name="too many optional parameters", tool_choice="required", tools=MANY_PARAMETERS),
+    chat("tools", "at most 1000", name="too many optional parameters beside a schema", tools=MANY_PARAMETERS,
+         response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
     chat("functions", "use tools", functions=[]), chat("function_call", "use tool_choice", function_call="auto"),
     chat("top_logprobs", "logprobs is true", top_logprobs=3), chat("logprobs", logprobs=5),
     chat("top_logprobs", logprobs=True, top_logprobs=21), chat("top_logprobs", logprobs=True, top_logprobs=-1),

@@ -70,6 +70,19 @@ async def test_a_bet_bridges_the_time_until_the_events_and_then_expires() -> Non
         assert await gateway.metric('headstart_hit_error_tokens_count{direction="over"}') == 0
 
 
+async def test_a_bet_stays_while_its_request_waits_at_the_worker() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url, speculative_ttl_s=0.01) as gateway:
+        await gateway.until_exact()
+        stub.next_behaviours.append(never_answer)
+        waiting = asyncio.create_task(gateway.chat(LONG_TEXT))
+        await gateway.until(lambda: _asked(stub), "the worker has the request")
+        await asyncio.sleep(1.5)   # longer than its prompt was expected to take
+        assert int((await gateway.chat(LONG_TEXT)).headers["x-headstart-matched-tokens"]) > 400
+        waiting.cancel()
+        await gateway.until(lambda: _no_bets(gateway), "a bet on a request whose client left expires")
+
+
 async def _no_bets(gateway: GatewayUnderTest) -> bool:
     return bool((await gateway.worker())["speculative_blocks"] == 0)
 

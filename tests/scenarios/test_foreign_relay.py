@@ -53,6 +53,17 @@ async def test_engines_see_chat(path: str) -> None:
         assert await gateway.metric(f'headstart_requests_total{{route="{path}",model="stub",code="200"}}') == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_response_repeats_may_hold_any_integer(stream: bool) -> None:
+    stub, huge = StubWorker(), 10**30
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        answer = await gateway.send("POST", "/v1/responses", payload={
+            **BODIES["/v1/responses"], "stream": stream, "metadata": {"a": huge}})
+        assert answer.status == 200
+        assert b'"metadata":{"a":%d}' % huge in answer.body
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("behave", [die_mid_stream, end_without_done])
 async def test_a_stream_that_breaks_off_ends_in_an_error_of_its_api(path: str, behave: Behaviour) -> None:

@@ -30,7 +30,10 @@ def make_scheduler(num_blocks: int, block_size: int = 16, **settings: Any) -> Sc
 
 def make_sequence(seq_id: int, prompt: Iterable[int], max_new_tokens: int = 1, **settings: Any) -> Sequence:
     stops = {name: settings.pop(name) for name in list(settings) if name in StopRule.__dataclass_fields__}
-    return Sequence(seq_id, prompt, StopRule(max_new_tokens, **stops), **settings)
+    tenant = settings.pop("tenant", None)
+    sequence = Sequence(seq_id, prompt, StopRule(max_new_tokens, **stops), **settings)
+    sequence.tenant = tenant
+    return sequence
 
 
 def contents(token_ids: list[int], block_size: int = 16, extra_keys: tuple[ExtraKey, ...] = ()) -> list[BlockContent]:

@@ -59,6 +59,9 @@ def test_models_are_allowed_by_name_alone() -> None:
     (entry("a", KEY_A, wieght=1), "wieght"), (entry("a", KEY_A, weight=0), "weight"),
     (entry("a b", KEY_A), "id"), (entry("a", KEY_A, max_concurrent=0), "max_concurrent"),
     (f"[[tenants]]\nid='a'\nkeys=['{KEY_A}']", "in clear"), ("[[tenants]]\nid='a'\nkeys=['sha256:12']", "64 hex"),
+    (entry("a\\n", KEY_A), "id"), (entry("a", KEY_A) + "\ntokens_per_minute = inf", "tokens_per_minute"),
+    (entry("a", KEY_A) + "\nbudget_tokens = inf", "budget_tokens"),
+    (entry("a", KEY_A, max_concurrent=10**20), "max_concurrent"), (entry("a", KEY_A, min_priority=2**31), "priority"),
     (entry("a", KEY_A) + "\n[[public_prefixes]]\nname='p'", "either"),
     (entry("a", KEY_A) + "\n[[public_prefixes]]\nname='p'\ntext=''", "text"),
 ])
@@ -153,3 +156,30 @@ def test_a_template_without_system_prompts_has_no_public_one() -> None:
     ([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([2], [1], 0), ([1, 2, 3, 9], [1, 2, 4, 9], 2)])
 def test_the_common_length(one: list[int], other: list[int], length: int) -> None:
     assert common_length(one, other) == common_length(other, one) == length
+
+
+@pytest.mark.parametrize("tenant_id", ["", "a b", "a\n", "x" * 65, 'a"'])
+def test_no_key_is_made_for_a_tenant_that_no_file_names(tenant_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        new_key.main(["--tenant", tenant_id])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "hs-" not in err
+
+
+@pytest.mark.parametrize(("name", "wrong", "right"), [
+    ("ROOT_PATH", ("llm", "http://x/llm"), ("", "/llm", "/llm/")),
+    ("CORS_ORIGINS", ("app.example", "https://app.example/", "https://App.example", "https://a.example,b.example"),
+     ("*", "https://app.example", "http://localhost:3000,chrome-extension://abc")),
+])
+def test_what_no_proxy_or_browser_would_send_is_a_mistake(name: str, wrong: tuple[str, ...],
+                                                          right: tuple[str, ...]) -> None:
+    def read(value: str) -> GatewayConfig:
+        return load_settings(GatewayConfig, flags={}, environ={f"HEADSTART_GATEWAY_{name}": value},
+                             env_prefix="HEADSTART_GATEWAY_")
+
+    for value in right:
+        assert getattr(read(value), name.lower()) in (value, tuple(value.split(",")))
+    for value in wrong:
+        with pytest.raises(SettingsError, match=name):
+            read(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.core_builders import contents, make_scheme, make_sequence
 from worker.core.batch import FinishReason
@@ -121,3 +123,50 @@ def test_the_queue_is_ordered_by_priority_then_arrival_and_takes_back_in_place()
     assert [sequence.seq_id for sequence in queue] == [3, 0, 2, 1]
     with pytest.raises(AssertionError, match="is_full"):
         queue.push(make_sequence(9, [1]))
+
+
+def test_a_tenant_with_a_long_line_stands_behind_itself() -> None:
+    queue = WaitingQueue(600)
+    flood = [make_sequence(seq_id, [1] * 10, tenant="flood") for seq_id in range(400)]
+    for sequence in flood:
+        queue.push(sequence)
+    for sequence in flood[:100]:
+        queue.admit(sequence)
+    quiet = [make_sequence(1000 + number, [1] * 25, tenant="quiet") for number in range(3)]
+    for sequence in quiet:
+        queue.push(sequence)
+    order = [sequence.seq_id for sequence in queue]
+    assert [order.index(sequence.seq_id) for sequence in quiet] == [0, 3, 7], "25 tokens each, against 10"
+    assert [seq_id for seq_id in order if seq_id < 1000] == list(range(100, 400))
+
+
+def test_the_line_of_one_tenant_and_a_line_that_was_empty_are_first_come_first_served() -> None:
+    queue = WaitingQueue(10)
+    for seq_id in range(5):
+        queue.push(make_sequence(seq_id, [1] * (9 - seq_id), tenant="a"))
+    preempted = next(iter(queue))
+    while (first := queue.first) is not None:
+        queue.admit(first)
+    for seq_id, tenant in enumerate("bab", 10):
+        queue.push(make_sequence(seq_id, [1, 2], tenant=tenant))
+    queue.requeue(preempted)
+    assert [sequence.seq_id for sequence in queue] == [0, 10, 11, 12], "nobody is behind for what was served before"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))
+def test_tenants_that_wait_get_tokens_in_turn(steps: list[tuple[str, int, bool]]) -> None:
+    """While two tenants wait all along, what is admitted of them differs by no more than a request of each."""
+    queue, num_tokens = WaitingQueue(1000), {"x": 0, "y": 0}
+    sizes = {"x": 17, "y": 40}
+    for seq_id in range(200):
+        tenant = "xy"[seq_id % 2]
+        queue.push(make_sequence(seq_id, [1] * sizes[tenant], tenant=tenant))
+    for seq_id, (tenant, size, comes) in enumerate(steps, 1000):
+        if comes:
+            queue.push(make_sequence(seq_id, [1] * size, tenant=tenant))
+        first = queue.first
+        assert first is not None
+        queue.admit(first)
+        if first.tenant in sizes:
+            num_tokens[first.tenant] += first.num_tokens
+        assert abs(num_tokens["x"] - num_tokens["y"]) <= sum(sizes.values())

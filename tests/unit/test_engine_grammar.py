@@ -190,4 +190,6 @@ def test_compiled_grammars_are_bounded_and_kept() -> None:
     one.prepare(GrammarSpec(GrammarKind.JSON_SCHEMA, "{", "response_format"))
     with pytest.raises(GrammarError):
         one.matcher(GrammarSpec(GrammarKind.JSON_SCHEMA, "{", "response_format"))
+    with pytest.raises(GrammarError, match=r"^no text can match it$"):
+        one.matcher(spec({"$ref": "#"}))
     assert one.matcher(GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_OBJECT, "response_format")).error is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from worker.engine.engine_config import EngineConfig
 from worker.engine.engine_process import EXIT_FAILED, EXIT_OK, CommandInbox, FinishWork, serve
 from worker.engine.messages import (
     AbortRequest,
+    Command,
     EngineFailed,
     Report,
     SequenceOutput,
@@ -25,6 +29,10 @@ from worker.engine.messages import (
 )
 from worker.engine.model_runner import RunOutcome
 from worker.model.sampler import SamplerRow
+from worker.prompt.grammar_spec import ANY_OBJECT, GrammarKind, GrammarSpec
+
+WAIT_S = 60.0
+OPEN_PIPES: list[Connection] = []
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +102,30 @@ def test_an_abort_is_honoured_before_the_next_step(engine: Engine, inbox: Comman
     assert serve(engine, inbox, reports.append) == EXIT_OK
     assert [(output.token_ids, output.finish_reason) for output in outputs(reports)] == [([], "abort")]
     assert all(isinstance(report, StepReport) and report.batch_size == 0 for report in reports)
+
+
+def test_a_grammar_holds_up_nothing_but_its_own_request() -> None:
+    shell, engine_end = Pipe()
+    inbox, compiled = CommandInbox(engine_end), threading.Event()
+
+    def prepare(command: Command) -> None:
+        assert compiled.wait(WAIT_S)
+
+    inbox.prepare = prepare
+    inbox.start()
+    grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_OBJECT, "response_format")
+    slow, quick = dataclasses.replace(submit("slow", 1), grammar=grammar), submit("quick", 1)
+    for command in (slow, AbortRequest("slow"), quick, AbortRequest("quick")):
+        shell.send(command)
+    first = [next(inbox.drain(wait=True)), next(inbox.drain(wait=True))]
+    assert first == [quick, AbortRequest("quick")]
+    assert list(inbox.drain(wait=False)) == []
+    compiled.set()
+    assert [next(inbox.drain(wait=True)), next(inbox.drain(wait=True))] == [slow, AbortRequest("slow")]
+    shell.send(AbortRequest("slow"))
+    assert next(inbox.drain(wait=True)) == AbortRequest("slow")
+    # `shell` stays open: its end would be the end of this process.
+    OPEN_PIPES.append(shell)
 
 
 def test_a_broken_engine_says_so_and_fails(engine: Engine, inbox: CommandInbox) -> None:

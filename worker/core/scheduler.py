@@ -93,6 +93,7 @@ class Scheduler:
         if self.pool.caching and sequence.prompt_output is None:
             sequence.chain = ContentChain(self.pool.scheme, sequence.extra_keys)
             sequence.chain.append(sequence.token_ids)
+            self.pool.release(self.pool.match(sequence.chain.blocks))  # asked for again: the last to be evicted
         self._waiting.push(sequence)
         return None
 
@@ -337,7 +338,7 @@ class Scheduler:
         return self._num_blocks(sequence.num_tokens_max if is_protected else sequence.num_tokens)
 
     def _start(self, sequence: Sequence, draft: StepDraft) -> None:
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence)
         matched = self._waiting.take_matched(sequence)
         sequence.take_matched(matched, self.pool.block_size)
         taken = self._acquire(sequence, self._num_blocks_at_admission(sequence) - len(matched), draft)

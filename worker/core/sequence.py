@@ -74,6 +74,7 @@ class Sequence:
         self.priority = priority
         self.choice = choice
         self.prompt_output = prompt_output
+        self.tenant: str | None = None  # set before submission: tenants take turns
 
         self.block_table: list[int] = []
         self.num_computed_tokens = 0

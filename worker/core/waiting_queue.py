@@ -1,8 +1,10 @@
 """Sequences that wait to be admitted, in the order in which they may be.
 
-Owns that order and its bound: the smaller priority number first, then first come first served. A preempted sequence
-returns to the place its arrival gives it, ahead of those that came later; it was admitted once, so the bound does not
-count against it. Priority is strict: a steady stream of urgent sequences keeps the others waiting.
+Owns that order and its bound: the smaller priority number first, then by turns of tenants, and of one tenant first
+come first served. A tenant's next turn comes by the tokens it has asked for since anybody waited, so one with a long
+line stands behind itself, not before others (start-time fair queueing). A preempted sequence returns to the place
+that its turn gives it; it was admitted once, so the bound does not count against it. Priority is strict: a steady
+stream of urgent sequences keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Iterator
 
 from worker.core.sequence import Sequence
 
-_Entry = tuple[int, int, Sequence]
+TENANTS_LOOK_AT = 256  # beyond so many it is looked whose turn is no later than anybody's
+_Rank = tuple[int, int, int]
 
 
 class WaitingQueue:
@@ -20,20 +23,22 @@ class WaitingQueue:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._entries: list[_Entry] = []
-        self._arrivals: dict[int, int] = {}
+        self._entries: list[tuple[_Rank, Sequence]] = []
+        self._ranks: dict[int, _Rank] = {}
         self._num_arrived = 0
+        self._next_turns: dict[str | None, int] = {}
+        self._present = self._latest = 0  # the turn of who was admitted last, and of who is last in line
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
         """First to be admitted first. The queue may change while it is walked: the walk is over a copy."""
-        return iter([sequence for _, _, sequence in self._entries])
+        return iter([sequence for _, sequence in self._entries])
 
     @property
     def first(self) -> Sequence | None:
-        return self._entries[0][2] if self._entries else None
+        return self._entries[0][1] if self._entries else None
 
     @property
     def is_full(self) -> bool:
@@ -41,21 +46,40 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         assert not self.is_full, "ask is_full before pushing"
-        self._arrivals[sequence.seq_id] = self._num_arrived
+        self._ranks[sequence.seq_id] = (sequence.priority, self._turn_of(sequence), self._num_arrived)
         self._num_arrived += 1
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Put a sequence back that was taken out with remove() and has not ended."""
-        insort(self._entries, (sequence.priority, self._arrivals[sequence.seq_id], sequence))
+        """Put a sequence back that was taken out with admit() and has not ended."""
+        insort(self._entries, (self._ranks[sequence.seq_id], sequence), key=_rank)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, to run."""
+        self._present = max(self._present, self._ranks[sequence.seq_id][1])
+        self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out, to run or to end."""
-        arrival = self._arrivals[sequence.seq_id]
-        at = bisect_left(self._entries, (sequence.priority, arrival))
-        assert self._entries[at][2] is sequence, f"sequence {sequence.seq_id} does not wait"
+        """Take a waiting sequence out, to end."""
+        at = bisect_left(self._entries, self._ranks[sequence.seq_id], key=_rank)
+        assert self._entries[at][1] is sequence, f"sequence {sequence.seq_id} does not wait"
         del self._entries[at]
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended and will not come back."""
-        del self._arrivals[sequence.seq_id]
+        del self._ranks[sequence.seq_id]
+
+    def _turn_of(self, sequence: Sequence) -> int:
+        if not self._entries:  # nobody waits, so nobody is behind anybody
+            self._next_turns.clear()
+            self._present = self._latest
+        elif len(self._next_turns) > TENANTS_LOOK_AT:
+            self._next_turns = {tenant: at for tenant, at in self._next_turns.items() if at > self._present}
+        turn = max(self._present, self._next_turns.get(sequence.tenant, 0))
+        self._next_turns[sequence.tenant] = turn + sequence.num_tokens
+        self._latest = max(self._latest, turn)
+        return turn
+
+
+def _rank(entry: tuple[_Rank, Sequence]) -> _Rank:
+    return entry[0]

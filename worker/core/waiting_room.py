@@ -63,8 +63,12 @@ class WaitingRoom:
     def find(self, seq_id: int) -> Sequence | None:
         return next((sequence for sequence in self._queue if sequence.seq_id == seq_id), None)
 
+    def admit(self, sequence: Sequence) -> None:
+        """Out of the queue, to run."""
+        self._queue.admit(sequence)
+
     def remove(self, sequence: Sequence) -> None:
-        """Out of the queue, to run or to end."""
+        """Out of the queue, to end."""
         self._queue.remove(sequence)
 
     def forget(self, sequence: Sequence) -> None:

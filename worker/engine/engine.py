@@ -84,7 +84,7 @@ class Engine:
     # -- commands, between steps ---------------------------------------------------------------------------------
 
     def prepare(self, command: Command) -> None:
-        """What a command needs and takes long; for the thread that reads commands, while a step may be running."""
+        """What a command needs and takes long; for a thread of its own, while a step may be running."""
         if isinstance(command, SubmitSequence) and command.grammar is not None:
             self.grammars.prepare(command.grammar)
 
@@ -118,6 +118,7 @@ class Engine:
                             extra_keys=command.extra_keys, priority=command.priority, choice=command.choice,
                             resumed_token_ids=command.generated_token_ids,
                             prompt_output=_prompt_output(command.params))
+        sequence.tenant = command.tenant
         if (refusal := self.scheduler.submit(sequence)) is not None:
             self._refuse(command, f"{refusal.reason}, {refusal.actual} against a limit of {refusal.limit}")
             return

@@ -16,13 +16,14 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from worker.engine.engine_config import EngineConfig, EngineSetupError
-from worker.engine.messages import Command, EngineFailed, Report, Shutdown
+from worker.engine.messages import AbortRequest, Command, EngineFailed, Report, Shutdown, SubmitSequence
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
@@ -43,17 +44,22 @@ class FinishWork:
 class CommandInbox:
     """Commands as they arrive, read off the pipe by a thread so that the shell's writes never wait for a step.
 
-    Bounded by the shell: EngineClient keeps at most `max_running + max_waiting` sequences open. `prepare` is called
-    by that thread with each command before it is queued: what takes long there holds up no step.
+    Bounded by the shell: EngineClient keeps at most `max_running + max_waiting` sequences open. Commands with a
+    grammar go through `prepare` in a second thread: what takes long there holds up no step and no other command, but
+    the later ones of its own request, among which an abort must find what it ends.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.prepare: Callable[[Command], None] = lambda command: None
         self._queue: queue.SimpleQueue[Command | FinishWork] = queue.SimpleQueue()
+        self._to_prepare: queue.SimpleQueue[SubmitSequence | AbortRequest] = queue.SimpleQueue()
+        self._in_preparation: Counter[str] = Counter()      # commands by request id
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="command-reader", daemon=True).start()
+        threading.Thread(target=self._prepare, name="command-preparer", daemon=True).start()
 
     def put(self, command: Command | FinishWork) -> None:
         self._queue.put(command)
@@ -69,14 +75,35 @@ class CommandInbox:
     def _read(self) -> None:
         try:
             while True:
-                command = self._connection.recv()
-                try:
-                    self.prepare(command)
-                except Exception:       # the engine will meet it again, and refuse this one command
-                    logger.exception("a command could not be prepared")
-                self._queue.put(command)
+                self._sort(self._connection.recv())
         except (EOFError, OSError):
             os._exit(EXIT_OK)           # the shell is gone, and with it everybody who wanted an answer
+
+    def _sort(self, command: Command) -> None:
+        if isinstance(command, SubmitSequence | AbortRequest):
+            with self._lock:
+                if command.request_id in self._in_preparation or _has_grammar(command):
+                    self._in_preparation[command.request_id] += 1
+                    self._to_prepare.put(command)
+                    return
+        self._queue.put(command)
+
+    def _prepare(self) -> None:
+        while True:
+            command = self._to_prepare.get()
+            try:
+                self.prepare(command)
+            except Exception:           # the engine will meet it again, and refuse this one command
+                logger.exception("a command could not be prepared")
+            with self._lock:
+                self._queue.put(command)
+                self._in_preparation[command.request_id] -= 1
+                if not self._in_preparation[command.request_id]:
+                    del self._in_preparation[command.request_id]
+
+
+def _has_grammar(command: SubmitSequence | AbortRequest) -> bool:
+    return isinstance(command, SubmitSequence) and command.grammar is not None
 
 
 def main() -> int:

@@ -1,14 +1,15 @@
 """Grammars: from a GrammarSpec to a matcher that says which tokens may come next. The one importer of llguidance.
 
 Owns compiled grammars and each choice's state in its own. Knows nothing of sequences or tensors: a mask is bytes.
-Compiling is bounded by fuel, not time, so that the same schema is taken or refused on every machine. The thread that
-reads commands compiles (`prepare`), so that a step never waits for it; whoever asks first pays.
-The vocabulary is read at start. Known approximation: commands behind a grammar wait for it.
+Compiling is bounded by fuel, not time, so that the same schema is taken or refused on every machine. A thread of its
+own compiles (`prepare`), so that no step and no request without a grammar waits for it; whoever asks first pays.
+The vocabulary is read at start. Known approximation: grammars are compiled one after the other.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ STEP_ITEMS_MAX = 50_000
 LEXER_STATES_MAX = 250_000
 GRAMMAR_SIZE_MAX = 500_000
 ROW_ITEMS_MAX = 2_000
+_INSIDES = re.compile(r"<(?:state|backtrace)>")
+_MEANT = {"NoExtensionBias": "no text can match it"}
 logger = logging.getLogger("headstart.engine")
 
 
@@ -161,4 +164,6 @@ _SOURCES: dict[GrammarKind, Callable[[str], str]] = {
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split())[:MESSAGE_CHARS_MAX]
+    """What is wrong, without the compiler's own state behind it."""
+    reason = " ".join(_INSIDES.split(message, maxsplit=1)[0].split())
+    return _MEANT.get(reason, reason)[:MESSAGE_CHARS_MAX]

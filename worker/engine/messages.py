@@ -34,6 +34,7 @@ class SubmitSequence:
     stop_token_ids: frozenset[int]
     extra_keys: tuple[ExtraKey, ...] = ()
     priority: int = 0
+    tenant: str | None = None
     arrived_at: float = 0.0
     grammar: GrammarSpec | None = None
     num_generated: int = 0

@@ -145,6 +145,11 @@ def read_error(status: int, body: bytes) -> ApiError:
         return ApiError(status, "worker_refused", f"The engine refused the request with status {status}.")
 
 
+def encoded(answer: Json) -> bytes:
+    """A whole answer as JSON. It repeats what the client sent, and that may hold integers of more than 64 bits."""
+    return msgspec.json.encode(answer)
+
+
 def given_extras(holder: msgspec.Struct) -> Json:
     """Those of EXTRAS that a body sets."""
     return {name: value for name in EXTRAS if (value := getattr(holder, name)) is not None}

@@ -14,6 +14,8 @@ from worker.protocol.api_error import invalid_request
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Of one request's grammar, which is its schema or the schemas of all its tools."""
+MAX_OPTIONAL_PROPERTIES = 1000
+"""Of one schema. Compiling takes their square: a tenth of a second for so many, minutes for ten times as many."""
 ANY_OBJECT = '{"type":"object"}'
 """What `response_format` json_object stands for."""
 
@@ -37,3 +39,27 @@ def grammar_spec(kind: GrammarKind, text: str, param: str) -> GrammarSpec:
         raise invalid_request(f"{param} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR_BYTES} are "
                               "accepted.", param)
     return GrammarSpec(kind, text, param)
+
+
+def check_schema(schema: object, param: str) -> None:
+    """ApiError 400 naming `param` when the schema has more optional properties than any schema may have."""
+    num_optional = _num_optional(schema)
+    if num_optional > MAX_OPTIONAL_PROPERTIES:
+        raise invalid_request(f"The schema in {param} has {num_optional} properties that are not required; at most "
+                              f"{MAX_OPTIONAL_PROPERTIES} are accepted.", param)
+
+
+def _num_optional(schema: object) -> int:
+    if isinstance(schema, list):
+        return sum(map(_num_optional, schema))
+    if not isinstance(schema, dict):
+        return 0
+    properties, required = schema.get("properties"), schema.get("required")
+    own = 0
+    if isinstance(properties, dict):
+        own = len(properties.keys() - set(filter(_is_text, required if isinstance(required, list) else [])))
+    return own + sum(map(_num_optional, schema.values()))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

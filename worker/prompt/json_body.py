@@ -27,6 +27,7 @@ _PATH = re.compile(r"(?s)^(.*) - at `\$\.?(.*)`$")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)$")
 _LONE_SURROGATE = re.compile(rb"(?s)(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?:[^\\]|\\[^u])")
 _MISSING = re.compile(r"^Object missing required field `(.*)`$")
+_UNKNOWN = re.compile(r"(?s)^Object contains unknown field `(.*)`$")
 
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -139,6 +140,10 @@ def _explain(complaint: str) -> ApiError:
     if missing:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return invalid_request(f"Missing required field: {param}.", param)
+    unknown = _UNKNOWN.match(reason)
+    if unknown:
+        param = f"{path}.{unknown[1]}" if path else unknown[1]
+        return invalid_request(f"Unknown field: {param}.", param)
     if not path:
         return invalid_request(f"The request body must be a JSON object: {reason}.", None)
     return invalid_request(f"Invalid value for {path}: {reason}.", path)

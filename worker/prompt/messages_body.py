@@ -257,7 +257,7 @@ def _thinking(thinking: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> 
     return {"chat_template_kwargs": {"enable_thinking": kind != "disabled", **(kwargs or {})}}
 
 
-_PARAMS = {"stop": "stop_sequences", "response_format": "output_config", "user": "metadata",
+_PARAMS = {"stop": "stop_sequences", "response_format": "output_config", "user": "metadata.user_id",
            "parallel_tool_calls": "tool_choice", "stream_options": "stream"}
 MESSAGES = ForeignApi("/v1/messages", messages_to_chat, _PARAMS, messages_error)
 COUNT_TOKENS = ForeignApi("/v1/messages/count_tokens", count_to_chat, _PARAMS, messages_error)

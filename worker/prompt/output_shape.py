@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from worker.prompt.grammar_spec import ANY_OBJECT
+from worker.prompt.grammar_spec import ANY_OBJECT, check_schema
 from worker.prompt.request_schema import ResponseFormat
 from worker.protocol.api_error import invalid_request
 
@@ -23,6 +23,9 @@ class ToolChoice(StrEnum):
     NONE = "none"
     REQUIRED = "required"
     NAMED = "named"
+
+
+FORCED = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
 
 def response_schema(wanted: ResponseFormat | None) -> str | None:
@@ -37,6 +40,7 @@ def response_schema(wanted: ResponseFormat | None) -> str | None:
             if wanted.json_schema is None or wanted.json_schema.schema is None:
                 raise invalid_request("response_format of type 'json_schema' needs json_schema.schema, an object.",
                                       "response_format")
+            check_schema(wanted.json_schema.schema, "response_format")
             return msgspec.json.encode(wanted.json_schema.schema).decode()
         case other:
             raise invalid_request(f"response_format of type {str(other)[:64]!r} is not supported; 'text', "
@@ -61,6 +65,12 @@ def tool_choice(choice: str | Mapping[str, Any] | None,
     if name not in [tool["function"]["name"] for tool in tools]:
         raise invalid_request(f"tool_choice names {name[:64]!r}, which is none of the tools.", "tool_choice")
     return ToolChoice.NAMED, name
+
+
+def check_tool_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
+    """ApiError 400 `tools` for parameters that no grammar can be made of: for an answer that must follow one."""
+    for tool in tools:
+        check_schema(tool["function"].get("parameters"), "tools")
 
 
 def _named_tool(choice: Mapping[str, Any]) -> str | None:

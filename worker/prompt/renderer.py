@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worker.prompt.chat_template import ChatTemplate
-from worker.prompt.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from worker.prompt.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from worker.prompt.segment_encoder import Replies
 from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
 from worker.prompt.tool_style import style_of_template
@@ -73,8 +79,9 @@ class PromptRenderer:
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_many(texts, add_special_tokens=True, scope=scope))
         prompts = [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
+        field = "input" if isinstance(request, EmbeddingRequest) else "prompt"
         for index, token_ids in enumerate(prompts):
-            self._check_ids(token_ids, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
+            self._check_ids(token_ids, field if len(prompts) == 1 else f"{field}[{index}]")
         return prompts
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:

@@ -16,7 +16,7 @@ import msgspec
 
 from worker.prompt.json_body import decode_body
 from worker.prompt.messages import check_chat_template_kwargs, check_messages, check_tools
-from worker.prompt.output_shape import ToolChoice, response_schema, tool_choice
+from worker.prompt.output_shape import FORCED, ToolChoice, check_tool_schemas, response_schema, tool_choice
 from worker.prompt.request_schema import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     MAX_LOGIT_BIAS_TOKENS,
@@ -173,6 +173,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     choice, forced_tool = tool_choice(given.tool_choice, tools)
     shared = _shared(given, unknown, logprobs=_chat_logprobs(given),
                      max_tokens=given.max_completion_tokens or given.max_tokens)
+    if choice in FORCED or (choice is ToolChoice.AUTO and shared["response_schema"] is not None):
+        check_tool_schemas(tools or ())
     return ChatRequest(
         **shared, messages=tuple(given.messages), tools=tools, tool_choice=choice, forced_tool=forced_tool,
         parallel_tool_calls=given.parallel_tool_calls is not False, **_template_options(given))

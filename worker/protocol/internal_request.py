@@ -58,7 +58,7 @@ _resume_decoder = msgspec.json.Decoder(Resume)
 
 @dataclass(frozen=True, slots=True)
 class InternalRequest:
-    """What the gateway sent. `salt` applies from token position `salt_from` on; `tenant` is for logs and limits.
+    """What the gateway sent. `salt` applies from token position `salt_from` on; tenants take turns.
 
     With `resume` there is one prompt, and at least one of its ids is no output. `tells_token_ids`: the sender wants
     the tokens of the answer too (told_tokens.py).

@@ -7,7 +7,7 @@ Owns which of a request's fields lead to which. A grammar is needed where the fo
 from __future__ import annotations
 
 from worker.prompt.grammar_spec import GrammarKind, GrammarSpec, grammar_spec
-from worker.prompt.output_shape import ToolChoice
+from worker.prompt.output_shape import FORCED
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
 from worker.prompt.tool_grammar import tool_call_grammar
@@ -17,7 +17,7 @@ from worker.prompt.tool_parser import MAX_CALLS, ToolCallParser
 def grammar_of(body: ChatRequest | CompletionRequest, renderer: PromptRenderer) -> GrammarSpec | None:
     """None where any text will do. ApiError 400 when it is too large."""
     if isinstance(body, ChatRequest) and body.may_call_tools:
-        forced = body.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+        forced = body.tool_choice in FORCED
         if not forced and body.response_schema is None:
             return None
         tools = [tool for tool in body.tools or () if body.forced_tool in (None, tool["function"]["name"])]

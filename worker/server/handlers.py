@@ -16,6 +16,7 @@ from aiohttp import web
 
 from worker.engine.messages import SubmitSequence
 from worker.prompt.detokenizer import PROMPT_TAIL_TOKENS, StreamDetokenizer
+from worker.prompt.foreign_api import encoded
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import CompletionRequest, EmbeddingRequest
 from worker.protocol.api_error import ApiError
@@ -151,7 +152,8 @@ def _sequences(generation: Generation, admission: Admission) -> list[SubmitSeque
             token_ids=prompt,
             params=admission.params_of(number), max_new_tokens=admission.max_new_tokens[index],
             stop_token_ids=admission.stop_token_ids, extra_keys=admission.extra_keys, priority=body.priority,
-            arrived_at=generation.arrived_at, grammar=admission.grammar, num_generated=admission.num_generated)
+            tenant=admission.tenant, arrived_at=generation.arrived_at, grammar=admission.grammar,
+            num_generated=admission.num_generated)
         for index, prompt in enumerate(admission.prompts) for number in range(body.num_candidates)
     ]
 
@@ -182,9 +184,8 @@ async def _whole(generation: Generation, layout: ResponseFormat, admission: Admi
         choices = best_choices(choices, body.num_candidates, body.n, keep_logprobs=body.sampling.logprobs is not None)
     account = generation.account()
     answer = layout.full(choices, account)
-    if admission.foreign is not None:
-        answer = admission.foreign.whole(answer)
-    headers, whole = {CACHED_TOKENS_HEADER: str(account.cached_tokens)}, orjson.dumps(answer)
+    whole = orjson.dumps(answer) if admission.foreign is None else encoded(admission.foreign.whole(answer))
+    headers = {CACHED_TOKENS_HEADER: str(account.cached_tokens)}
     if admission.tells_token_ids:
         told, whole = tell_behind(whole, [choice.token_ids for choice in choices])
         headers |= told

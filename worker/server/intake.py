@@ -99,6 +99,7 @@ class Admission:
     resume: Resume | None = None
     foreign: ForeignAnswer | None = None
     tells_token_ids: bool = False
+    tenant: str | None = None
 
     def params_of(self, number: int) -> SamplingParams:
         """One of a prompt's choices': the first alone scores the prompt, which costs it the cache."""
@@ -120,13 +121,13 @@ class Admission:
 async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     """Read and check a request; ApiError on everything that cannot run."""
     serving = shell.require_accepting()
-    resume, foreign, tells_token_ids = None, None, False
+    resume, foreign, tells_token_ids, tenant = None, None, False, None
     if is_internal(request.headers):
         require_worker_token(request, shell)
         raw = await read_body(request, shell.config.max_body_bytes)
         internal = decode_internal(request.headers, raw)
         prompts, resume, extra_keys, tokenize_s = internal.prompts, internal.resume, _gateway_salt(internal), 0.0
-        tells_token_ids = internal.tells_token_ids
+        tells_token_ids, tenant = internal.tells_token_ids, internal.tenant
         body = _body_of(internal, route)
         _check_vocabulary(prompts, serving.ready, route)
     else:
@@ -145,7 +146,7 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
     return Admission(
         body, prompts, max_new_tokens, params=_sampling(body), stop_token_ids=_stop_token_ids(body, serving.ready),
         extra_keys=extra_keys, tokenize_s=tokenize_s, grammar=grammar_of(body, serving.renderer), resume=resume,
-        foreign=foreign, tells_token_ids=tells_token_ids)
+        foreign=foreign, tells_token_ids=tells_token_ids, tenant=tenant)
 
 
 def require_worker_token(request: web.Request, shell: Shell) -> None:

@@ -37,7 +37,8 @@ async def test_embeddings_by_both_ways_and_in_both_encodings(worker: Child) -> N
         assert max(abs(a - b) for a, b in zip(through[0], plain[0], strict=True)) < 1e-4
         for fields, param in (({"input": []}, "input"), ({"input": "x", "dimensions": 3}, "dimensions"),
                               ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
-                              ({"input": ["x", 5]}, "input[1]"), ({"input": "x y " * 2000}, "input")):
+                              ({"input": ["x", 5]}, "input[1]"), ({"input": "x y " * 2000}, "input"),
+                              ({"input": ""}, "input"), ({"input": [[5], [10**6]]}, "input[1]")):
             answer = await gateway.send("POST", "/v1/embeddings", payload={"model": "tiny", **fields})
             assert (answer.status, answer.error["param"]) == (400, param), fields
         with pytest.raises(openai.NotFoundError):

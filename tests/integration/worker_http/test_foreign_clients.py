@@ -208,3 +208,10 @@ async def test_one_conversation_hits_whichever_api_it_comes_by(clients: Clients)
     if clients.is_gateway:
         for raw in (message, response):
             assert min(int(raw.headers["x-headstart-matched-tokens"]), prompt - 1) == expected
+
+
+async def test_a_response_repeats_integers_of_any_size(clients: Clients) -> None:
+    answer = await clients.openai.responses.with_raw_response.create(
+        model="tiny", input="hi", max_output_tokens=2, extra_body={"metadata": {"a": 10**30}})
+    assert answer.status_code == 200
+    assert f'"metadata":{{"a":{10**30}}}' in answer.text
