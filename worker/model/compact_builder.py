@@ -59,7 +59,7 @@ def build_compact(model: Any, device: torch.device) -> CompactDecoder:
     _check_calls(seen.calls, len(layers), *ropes[0](seen.hidden.new_zeros(1, 1), layout.position_ids))
     decoder = CompactDecoder(
         embed=base.embed_tokens, embedding_multiplier=float(getattr(config, "embedding_multiplier", 1.0)),
-        ropes=ropes, layers=tuple(_take_checked(layer, seen, (index, kinds[index]), ropes, config)
+        ropes=ropes, layers=tuple(_take_checked(layer, seen, (index, kinds[index]), ropes=ropes, config=config)
                                   for index, layer in enumerate(layers)),
         final_norm=_norm(base.norm), head=_take_head(model),
         logits_scaling=float(getattr(config, "logits_scaling", 1.0)),
@@ -78,7 +78,7 @@ def _check_ends(decoder: CompactDecoder, seen: Watched, layout: BatchLayout) -> 
             raise NotCompact(f"its {name} is of another kind", consumed=True)
 
 
-def _take_checked(layer: Any, seen: Watched, which: tuple[int, int], ropes: Sequence[Rope],
+def _take_checked(layer: Any, seen: Watched, which: tuple[int, int], *, ropes: Sequence[Rope],
                   config: Any) -> CompactLayer:
     """The layer of index which[0] with the rope of index which[1]. NotCompact unless it computes what `layer` did."""
     index, kind = which
