@@ -20,7 +20,7 @@ from worker.protocol.internal_request import WORKER_TOKEN_HEADER
 
 COMPLETIONS = "/v1/completions"
 TOKEN = {WORKER_TOKEN_HEADER: WORKER_TOKEN}
-EXIT_WAIT_S = 30.0
+EXIT_WAIT_S = 90.0
 
 
 def long_request(**fields: Any) -> dict[str, Any]:
