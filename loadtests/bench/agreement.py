@@ -29,7 +29,7 @@ from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of as live_result
 from loadtests.provenance import provenance
 from loadtests.sim.cluster import Cluster, ClusterSettings
-from loadtests.sim.fit import DecodeStep, Fit, Prefill, fit, medians
+from loadtests.sim.fit import DecodeStep, Fit, Prefill, fit, means
 from loadtests.sim.metrics import CacheBounds, cache_bounds, saturation_rate
 from loadtests.sim.metrics import result_of as simulated_result
 from loadtests.sim.policies import POLICIES
@@ -82,7 +82,7 @@ async def compare(args: argparse.Namespace, trace: Trace, fleet: Fleet) -> dict[
 
 
 def _fit(samples: Sequence[Prefill | DecodeStep]) -> Fit:
-    return fit(medians(samples), max_batch_tokens=MAX_BATCH_TOKENS, max_running=MAX_RUNNING)
+    return fit(means(samples), max_batch_tokens=MAX_BATCH_TOKENS, max_running=MAX_RUNNING)
 
 
 async def _live(timed: Trace, fleet: Fleet, bounds: CacheBounds, run_id: str) -> dict[str, Any]:

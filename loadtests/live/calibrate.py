@@ -54,14 +54,14 @@ class _Probe:
         return Prefill(length, answer.ttft_s)
 
     async def _step(self, num_streams: int, context: int) -> DecodeStep:
-        """The median gap of streams that run together, from when all of them run."""
+        """The mean gap of streams that run together, from when all of them run."""
         answers = await asyncio.gather(*(self._ask(context, STREAM_TOKENS) for _ in range(num_streams)))
         all_run_at = max(answer.ttft_s for answer in answers)
         gaps = [later - earlier for answer in answers
                 for earlier, later in pairwise(answer.token_at_s) if earlier >= all_run_at]
         if not gaps:
             gaps = [answer.seconds_per_token for answer in answers]
-        return DecodeStep(num_streams, context + STREAM_TOKENS / 2, statistics.median(gaps))
+        return DecodeStep(num_streams, context + STREAM_TOKENS / 2, statistics.fmean(gaps))
 
     async def _ask(self, length: int, max_tokens: int) -> TimedAnswer:
         prompt = [self._draw.randrange(TOKENS_FROM, TOKENS_TO) for _ in range(length)]

@@ -70,12 +70,13 @@ def fit(samples: Sequence[Prefill | DecodeStep], *, max_batch_tokens: int, max_r
     return Fit(model, request_s, float(np.abs(terms @ found - 1).mean()), len(samples))
 
 
-def medians(samples: Sequence[Prefill | DecodeStep]) -> list[Prefill | DecodeStep]:
-    """One sample for each size: what else happens on a machine only ever adds."""
+def means(samples: Sequence[Prefill | DecodeStep]) -> list[Prefill | DecodeStep]:
+    """One sample for each size. Not the median: on a machine that others use, stalls are a part of what requests
+    wait for."""
     alike: defaultdict[Prefill | DecodeStep, list[float]] = defaultdict(list)
     for sample in samples:
         alike[replace(sample, seconds=0.0)].append(sample.seconds)
-    return [replace(sample, seconds=statistics.median(seconds)) for sample, seconds in alike.items()]
+    return [replace(sample, seconds=statistics.fmean(seconds)) for sample, seconds in alike.items()]
 
 
 def _not_negative(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
