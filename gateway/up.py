@@ -113,7 +113,8 @@ async def _ready_line(plan: UpPlan, token_place: str) -> str:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, IndexError, ValueError):
             async with http.get(f"{plan.url}/v1/models") as response:
                 model = str((await response.json())["data"][0]["id"])
-    body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
+    body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32,
+            "temperature": 0}
     key = " -H 'authorization: Bearer KEY'" if plan.needs_keys else ""
     request = (f"curl -s {plan.url}/v1/chat/completions -H 'content-type: application/json'{key} "
                f"-d {shlex.quote(orjson.dumps(body).decode())}")

@@ -93,7 +93,8 @@ class Trace:
 
 def load_trace(path: Path, *, seed: int = 0, block_size: int | None = None) -> Trace:
     """Read a .jsonl or .jsonl.gz file of any known format. `block_size` overrides the format's own."""
-    lines = _lines(path)
+    reader = _LineReader(path)
+    lines = iter(reader)
     first = next(lines, None)
     if first is None:
         raise TraceError(f"{path}: the file has no lines")
@@ -104,7 +105,8 @@ def load_trace(path: Path, *, seed: int = 0, block_size: int | None = None) -> T
     try:
         block, requests = _READERS[detected](_chained(first, lines), random.Random(seed), block_size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"{path}: a line does not fit the format '{detected}': {error!r}") from None
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise TraceError(f"{path}:{reader.number}: does not fit the format '{detected}': {reason}") from None
     ordered = tuple(sorted(requests, key=lambda request: request.at_s))
     if not ordered:
         raise TraceError(f"{path}: no requests")
@@ -124,23 +126,31 @@ def detect_format(line: dict[str, Any]) -> str | None:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The file's lines as objects; TraceError names the line that is none."""
-    return _lines(path)
+    return iter(_LineReader(path))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                value = orjson.loads(line)
-                if not isinstance(value, dict):
-                    raise TraceError(f"{path}:{number}: each line should be a JSON object")
-                yield value
-    except orjson.JSONDecodeError as error:
-        raise TraceError(f"{path}: not JSON lines: {error}") from None
-    except (OSError, EOFError) as error:
-        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+class _LineReader:
+    """A file's lines as objects, one after the other. `number` is that of the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.number = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        path = self._path
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                for self.number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    value = orjson.loads(line)
+                    if not isinstance(value, dict):
+                        raise TraceError(f"{path}:{self.number}: each line should be a JSON object")
+                    yield value
+        except orjson.JSONDecodeError as error:
+            raise TraceError(f"{path}:{self.number}: not JSON: {error.msg}") from None
+        except (OSError, EOFError) as error:
+            raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _chained(first: dict[str, Any], rest: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,8 @@ Owns: the reference of each model (the first worker's tokenizer and template), a
 Must never: write the endpoint table.
 
 The reference stays for as long as any other worker serves with it, or is just joining with it. A worker that joins
-when none does becomes the new reference: a model is moved to another template by replacing its workers.
+when none does becomes the new reference: a model is moved to another template by replacing its workers. Whoever was
+judged by a reference that has been replaced, or has been nobody's for REFERENCE_LEFT_S, is judged again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 from dataclasses import dataclass
 
 from gateway.knowledge import parity
-from gateway.knowledge.endpoint_table import EndpointState, EndpointTable
+from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.knowledge.engines.headstart import HeadstartWorker, WorkerReport
 from gateway.knowledge.parity import ParityReport
 from gateway.knowledge.token_bound import TokenBound, token_bound
@@ -22,6 +23,8 @@ from worker.prompt.requests import TokenizeRequest
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.api_error import ApiError
 from worker.protocol.block_hash import HashScheme
+
+REFERENCE_LEFT_S = 5.0      # longer than a worker's bad moment: another template should not take over for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,25 @@ class Joining:
         self._table = table
         self._references: dict[str, ModelReference] = {}
         self._adherents: dict[str, str] = {}  # worker -> model whose reference it agreed with, since it last was away
+        self._judged_by: dict[str, ModelReference] = {}
+        self._unheld_at: dict[str, float] = {}  # model -> since when nobody has been seen to serve with its reference
+
+    def forget(self, endpoint_id: str) -> None:
+        """There is no such worker any more."""
+        self.left(endpoint_id)
+        self._judged_by.pop(endpoint_id, None)
+
+    def must_judge_again(self, endpoint: Endpoint, now: float) -> bool:
+        """Whether the verdict on this life of a worker may be another one by now. Asked at every look at it."""
+        judged_by, model = self._judged_by.get(endpoint.endpoint_id), endpoint.model
+        if judged_by is None or model is None:
+            return False
+        if self._references.get(model) is not judged_by:
+            return True
+        if endpoint.compatible or self._is_held_by_others(model, endpoint.endpoint_id):
+            self._unheld_at.pop(model, None)
+            return False
+        return now - self._unheld_at.setdefault(model, now) >= REFERENCE_LEFT_S
 
     def left(self, endpoint_id: str) -> None:
         """This worker is gone or not ready: it holds no reference in place any more (until it serves again)."""
@@ -82,6 +104,8 @@ class Joining:
         known = self.reference(report.model)
         bundle = await worker.tokenizer(known.bundle if known is not None else None)
         reference = await self._settle_reference(worker.worker.endpoint_id, report.model, bundle)
+        self._judged_by[worker.worker.endpoint_id] = reference
+        self._unheld_at.pop(report.model, None)
         probe = await self._probe(worker, reference)
         same_files = reference.agrees_with(bundle)
         scheme, detail = _read_scheme(report)

@@ -131,7 +131,7 @@ class WorkerPoll:
         await _cancel_all(tasks)
         self._nudges.pop(endpoint_id, None)
         self._adapters.pop(endpoint_id, None)
-        self._joining.left(endpoint_id)
+        self._joining.forget(endpoint_id)
         self._table.remove(endpoint_id)
         await self._writer.forget(endpoint_id)
 
@@ -178,7 +178,9 @@ class WorkerPoll:
             report = await adapter.report(max(self._interval_s, LATE_AFTER_S))
             if endpoint.joined_epoch not in (None, report.epoch):
                 await self._inbox.put(LifeEnded(endpoint_id, report.epoch))  # joining may take a while
-            joined = None if report.epoch == endpoint.joined_epoch else await self._joining.join(adapter, report)
+            must_join = report.epoch != endpoint.joined_epoch or self._joining.must_judge_again(
+                endpoint, asyncio.get_running_loop().time())
+            joined = await self._joining.join(adapter, report) if must_join else None
         except WorkerLate:
             raise
         except (WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
@@ -226,14 +228,15 @@ class WorkerPoll:
             endpoint.detail = _token_problem(seen.report, has_token=self._has_token) or endpoint.detail
 
     async def _begin_life(self, endpoint: Endpoint, joined: Joined) -> None:
-        """Forget the worker's former life, then follow this one."""
+        """Forget the worker's former life, or this one's former verdict, then follow it."""
         await self._stop_following(endpoint.endpoint_id)
+        is_drained = endpoint.drain_requested and endpoint.joined_epoch == joined.epoch
         endpoint.joined_epoch = joined.epoch
         endpoint.scheme = self._table.same_scheme(joined.scheme)
         endpoint.compatible = joined.compatible
         endpoint.parity = joined.parity
         endpoint.detail = joined.detail
-        endpoint.drain_requested = self._was_drained(endpoint.endpoint_id, joined.epoch)
+        endpoint.drain_requested = is_drained or self._was_drained(endpoint.endpoint_id, joined.epoch)
         self._ledger.begin(endpoint.endpoint_id, joined.epoch)
         if joined.scheme is not None and joined.compatible:
             self._follow(endpoint, joined.scheme)

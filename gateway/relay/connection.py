@@ -14,7 +14,7 @@ from typing import cast
 
 from gateway.relay.deadline import Deadline
 from gateway.relay.response_parser import ResponseParser
-from gateway.relay.upstream import FailureKind, UpstreamFailure
+from gateway.relay.upstream import FailureKind, Take, UpstreamFailure
 
 MAX_BUFFERED_BYTES = 64 * 1024
 JOINED_BODY_BYTES = 64 * 1024  # up to here one copy is cheaper than a second buffer
@@ -112,8 +112,8 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """One request's response: an UpstreamResponse once head_arrived() has returned."""
 
-    __slots__ = ("_chunks", "_connection", "_deadline", "_failure", "_loop", "_num_buffered", "_parser", "_waiter",
-                 "connect_s", "got_bytes", "headers", "status")
+    __slots__ = ("_chunks", "_connection", "_deadline", "_failure", "_loop", "_num_buffered", "_parser", "_take",
+                 "_waiter", "connect_s", "got_bytes", "headers", "status")
 
     def __init__(self, connection: Connection, parser: ResponseParser) -> None:
         self._connection: Connection | None = connection  # None once it has been given back or cut
@@ -123,6 +123,7 @@ class Exchange:
         self._num_buffered = 0
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Take | None = None  # while a reader waits, and only until it is woken
         self._deadline: Deadline | None = None
         self.connect_s = 0.0
         self.got_bytes = False
@@ -138,7 +139,7 @@ class Exchange:
             await self._wait(None)
         self.status, self.headers = head
 
-    async def read_chunk(self, within_s: float | None = None) -> bytes:
+    async def read_chunk(self, within_s: float | None = None, take: Take | None = None) -> bytes:
         """See UpstreamResponse."""
         due_at = None
         while not self._chunks:
@@ -147,6 +148,7 @@ class Exchange:
                 return b""
             if within_s is not None and due_at is None:
                 due_at = self._loop.time() + within_s
+            self._take = take
             await self._wait(due_at)
         chunks = self._chunks
         chunk = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -175,11 +177,12 @@ class Exchange:
         try:
             await self._waiter
         finally:
-            self._waiter = None
+            self._waiter = self._take = None
             if self._deadline is not None:
                 self._deadline.lift()
 
     def _nothing_came(self) -> None:
+        self._take = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(TimeoutError())
 
@@ -191,8 +194,12 @@ class Exchange:
         parser = self._parser
         body = parser.feed(data)
         if body:
-            self._chunks.append(body)
-            self._num_buffered += len(body)
+            if self._take is not None and self._take(body):
+                if not parser.is_complete and parser.failure is None:
+                    return
+            else:
+                self._chunks.append(body)
+                self._num_buffered += len(body)
         if parser.is_complete or parser.failure is not None:
             self._end(parser.failure)
         elif self._num_buffered > MAX_BUFFERED_BYTES and self._connection is not None:
@@ -225,5 +232,6 @@ class Exchange:
             connection.cut()
 
     def _wake(self) -> None:
+        self._take = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

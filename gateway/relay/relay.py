@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.relay.retry import AttemptFailed, FirstAnswer
+from gateway.relay.shortcut import SendNow, Shortcut
 from gateway.relay.sse import KEEPALIVE_COMMENT, StreamTail, error_event
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import FailureKind, UpstreamFailure
@@ -70,11 +71,11 @@ class Watch:
     is_lost: Callable[[], bool] = lambda: False
     ends_at: float = math.inf
 
-    def look(self) -> None:
-        """Raises OverTime, or UpstreamFailure for a lost worker."""
+    def look(self, *, is_silent: bool = True) -> None:
+        """Raises OverTime, or UpstreamFailure for a lost worker that is silent."""
         if self.left_s <= 0:
             raise OverTime
-        if self.is_lost():
+        if is_silent and self.is_lost():
             raise UpstreamFailure(FailureKind.RESET, "silent, and known to be lost")
 
     @property
@@ -84,13 +85,14 @@ class Watch:
 
 
 async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, watch: Watch, *,
-                      transcript: Transcript | None = None) -> StreamEnd:
+                      transcript: Transcript | None = None, send_now: SendNow | None = None) -> StreamEnd:
     """Pass an SSE response on until it ends, well or not: the end is for end_stream() to tell. Closes `answer`.
 
-    With a transcript only whole events pass. A cancellation while the gateway is stopping is such an end, and goes no
-    further.
+    With a transcript only whole events pass. With `send_now`, which does what `write` does, most chunks take the
+    shortcut. A cancellation while the gateway is stopping is such an end, and goes no further.
     """
     tail = StreamTail()
+    shortcut = None if send_now is None else Shortcut(send_now, tail, transcript)
     failure: ApiError | None = None
     chunk, num_chunks, can_move = answer.first_chunk, 0, False
     first_chunk_at = last_chunk_at = time.monotonic()
@@ -105,7 +107,7 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
                 await relay_bytes(chunk, write, limits)
             if transcript is not None and transcript.lost:
                 raise UpstreamFailure(FailureKind.RESET, "the worker said that it cannot go on")
-            chunk = await next_chunk(answer, limits, watch, comment)
+            chunk = await next_chunk(answer, limits, watch, comment, shortcut=shortcut)
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
             if last_chunk_at >= watch.ends_at:
                 raise OverTime
@@ -124,6 +126,9 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
         failure = None  # everything was said; how the connection ended after that is nobody's concern
     elif failure is None:
         failure, can_move = errors.worker_failed("The worker ended the stream without [DONE]."), True
+    if shortcut is not None:
+        num_chunks += shortcut.num_chunks
+        last_chunk_at = max(last_chunk_at, shortcut.last_chunk_at)
     return StreamEnd(failure, tail, num_chunks, first_chunk_at, last_chunk_at, can_move=can_move)
 
 
@@ -166,19 +171,27 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits, wat
 
 
 async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
-                     comment: Callable[[], Awaitable[None]] | None = None) -> bytes:
-    """What the worker sends next, b"" at its end. UpstreamFailure when it goes, is lost or silent for too long,
-    OverTime; until then a comment goes to the client after every `keepalive_s` of silence."""
+                     comment: Callable[[], Awaitable[None]] | None = None, *,
+                     shortcut: Shortcut | None = None) -> bytes:
+    """What the worker sends next that does not take the shortcut, b"" at its end. UpstreamFailure when it goes, is
+    lost or silent for too long, OverTime; until then a comment goes to the client after every `keepalive_s` of
+    silence. Chunks on the shortcut move no timer: now and then it is looked when the last one came."""
     silent_s, comment_s = 0.0, limits.keepalive_s
+    num_passed, take = 0, None
+    if shortcut is not None:
+        num_passed, take = shortcut.num_chunks, shortcut.take
     while True:
-        wait_s = min(LOST_LOOK_S, comment_s - silent_s, limits.chunk_gap_s - silent_s)
+        wait_s = max(0.0, min(LOST_LOOK_S, comment_s - silent_s, limits.chunk_gap_s - silent_s))
         try:
-            return await answer.response.read_chunk(wait_s)
+            return await answer.response.read_chunk(wait_s, take)
         except TimeoutError:
             silent_s += wait_s
+        if shortcut is not None and shortcut.num_chunks != num_passed:
+            num_passed, comment_s = shortcut.num_chunks, limits.keepalive_s
+            silent_s = time.monotonic() - shortcut.last_chunk_at
         if silent_s >= limits.chunk_gap_s:
             raise UpstreamFailure(FailureKind.TIMEOUT, f"silent for {silent_s:g} s")
-        watch.look()
+        watch.look(is_silent=silent_s >= min(LOST_LOOK_S, wait_s))
         if silent_s >= comment_s:
             comment_s = silent_s + limits.keepalive_s
             if comment is not None:

@@ -23,6 +23,8 @@ _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;" + _VALUE + rb")?")
 _TRAILER = re.compile(_FIELD)
 _BEGINNING = b"HTTP/1."
 _NO_BODY = (204, 304)
+# A stream's usual chunks arrive one by one, whole, and are no longer than this.
+_SIZES = {text % size: size for size in range(1, 2048) for text in (b"%x", b"%X")}
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
@@ -51,6 +53,7 @@ class ResponseParser:
         self._pending = b""  # the beginning of a head, a chunk line or a trailer; never body
         self._left: int | None = 0  # body bytes to come, of this chunk if chunked; None: until the connection ends
         self._is_chunked = False
+        self._is_at_chunk = False  # the next byte begins a chunk's size
         self._ends_chunk = False  # the CRLF after a chunk's data is due
         self._num_trailer_bytes: int | None = None  # None until the last chunk
 
@@ -61,9 +64,14 @@ class ResponseParser:
 
     def feed(self, data: bytes) -> bytes:
         """The body bytes in `data`, without framing. What follows the end of the message is only noted."""
+        if self._is_at_chunk:
+            end = data.find(b"\r\n")
+            if _SIZES.get(data[:end]) == len(data) - end - 4 and data.endswith(b"\r\n"):
+                return data[end + 2:-2]
         if self.is_complete or self.failure is not None:
             self.has_leftover = self.has_leftover or bool(data)
             return b""
+        self._is_at_chunk = False
         body: list[bytes] = []
         try:
             if self.head is None:
@@ -176,6 +184,8 @@ class ResponseParser:
             self.has_leftover = at < size
         else:
             self._pending = data[at:]
+            is_inside = self._pending or self._left or self._ends_chunk
+            self._is_at_chunk = not is_inside and self._num_trailer_bytes is None
 
     def _take_line(self, data: bytes, at: int) -> int | None:
         """A chunk's size or a trailer: where the line ends, or None while it has not ended."""

@@ -27,13 +27,12 @@ class Usage:
 
 
 class StreamTail:
-    """The last `limit_bytes` (at least; whole chunks are kept) of what has passed."""
+    """The last `limit_bytes` of what has passed, at least; at most twice that, beyond a chunk that is larger."""
 
     def __init__(self, limit_bytes: int = TAIL_LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._chunks: deque[bytes] = deque()
         self._held_bytes = 0
-        self._ending = b""
         self.total_bytes = 0
 
     def feed(self, chunk: bytes) -> None:
@@ -41,14 +40,19 @@ class StreamTail:
         self._chunks.append(chunk)
         self._held_bytes += len(chunk)
         self.total_bytes += len(chunk)
-        self._ending = chunk[-4:] if len(chunk) >= 4 else (self._ending + chunk)[-4:]
-        while self._held_bytes - len(self._chunks[0]) >= self._limit_bytes:
-            self._held_bytes -= len(self._chunks.popleft())
+        if self._held_bytes > 2 * self._limit_bytes:
+            while self._held_bytes - len(self._chunks[0]) >= self._limit_bytes:
+                self._held_bytes -= len(self._chunks.popleft())
 
     @property
     def at_event_border(self) -> bool:
         """Whether a comment may be inserted here without tearing an event (true before the first byte)."""
-        return self.total_bytes == 0 or self._ending.endswith(_BORDERS)
+        ending = b""
+        for chunk in reversed(self._chunks):
+            ending = chunk[-4:] + ending
+            if len(ending) >= 4:
+                break
+        return self.total_bytes == 0 or ending.endswith(_BORDERS)
 
     def tail(self) -> bytes:
         """The remembered bytes."""

@@ -19,6 +19,8 @@ KEPT_BYTES = 1024 * 1024
 DONE_EVENT = b"data: [DONE]"
 _DATA = b"data: "
 _ERROR_EVENT = b'data: {"error"'
+_TOLD_LATER = EVENT_END + TOLD_PREFIX
+_THREE_ENDS = b"\n\n\n"  # which two of them end an event depends on where it began
 # The worker's own troubles: another worker's chance, and nothing for the client to see. Other errors are for it.
 _LOST_CODES = ("worker_failed", "worker_draining", "internal_error")
 _HEAD = ("id", "object", "created", "model", "system_fingerprint")
@@ -71,14 +73,13 @@ class Transcript:
 
     def feed(self, chunk: bytes) -> bytes:
         """Whole events, without comments about tokens; b"" when there is none yet."""
+        self.keep(chunk)
         blocks = self._events.feed(chunk)
         passing = []
         for block in blocks:
             if not block.startswith(TOLD_PREFIX) or self._is_mid_event:
                 passing.append(block)
                 self._is_mid_event = False
-        if self.is_kept:
-            self._keep(blocks)
         if passing:
             passing.append(b"")
         data = EVENT_END.join(passing)
@@ -87,19 +88,38 @@ class Transcript:
             self._forget()
         return data
 
+    def passing_whole(self, chunk: bytes) -> bytes | None:
+        """What feed() would return for a chunk of whole events, neither of which ends the stream; None for any other.
+        It is not fed yet: keep() does that."""
+        if self._events.held or self._is_mid_event or not chunk.endswith(EVENT_END) or chunk.endswith(_THREE_ENDS):
+            return None
+        if _ERROR_EVENT in chunk:
+            return None
+        if not chunk.startswith(TOLD_PREFIX):
+            return chunk if _TOLD_LATER not in chunk else _without_told(chunk)
+        rest = chunk[chunk.index(EVENT_END) + len(EVENT_END):]
+        return _without_told(rest) if rest.startswith(TOLD_PREFIX) or _TOLD_LATER in rest else rest
+
+    def keep(self, chunk: bytes) -> None:
+        """Remember what came, as it came."""
+        if self.is_kept:
+            self._kept.append(chunk)
+            self._kept_bytes += len(chunk)
+            if self._kept_bytes > KEPT_BYTES:
+                self._forget()
+
     def kept_blocks(self) -> list[bytes]:
         """Everything up to the last event's end, comments included. Only while `is_kept`."""
-        return self._kept
-
-    def _keep(self, blocks: list[bytes]) -> None:
-        self._kept += blocks
-        self._kept_bytes += sum(map(len, blocks))
-        if self._kept_bytes > KEPT_BYTES:
-            self._forget()
+        return WholeEvents().feed(b"".join(self._kept))
 
     def _forget(self) -> None:
         self.is_kept = False
         self._kept = []
+
+
+def _without_told(events: bytes) -> bytes:
+    blocks = events.split(EVENT_END)[:-1]
+    return b"".join([block + EVENT_END for block in blocks if not block.startswith(TOLD_PREFIX)])
 
 
 def _error_code(block: bytes) -> object:

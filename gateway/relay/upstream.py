@@ -9,7 +9,7 @@ every implementation to it.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -46,6 +46,10 @@ class UpstreamRequest:
     method: str = "POST"
 
 
+# Deal with a chunk here and now; False leaves it to the reader.
+Take = Callable[[bytes], bool]
+
+
 class UpstreamResponse(Protocol):
     """Status and headers (names in lower case), then chunks."""
 
@@ -64,10 +68,11 @@ class UpstreamResponse(Protocol):
         """Seconds spent on getting a connection; next to nothing for a pooled one."""
         ...
 
-    async def read_chunk(self, within_s: float | None = None) -> bytes:
+    async def read_chunk(self, within_s: float | None = None, take: Take | None = None) -> bytes:
         """What has arrived, b"" at a proper end; UpstreamFailure(RESET) at any other. Cancelling it loses nothing.
 
-        TimeoutError when nothing has arrived for `within_s`: nothing is lost, and it may be called again.
+        TimeoutError when nothing was returned for `within_s`: nothing is lost, and it may be called again. What
+        arrives meanwhile may be offered to `take` at once; what that takes is not returned.
         """
         ...
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import math
 import signal
 import socket
@@ -50,6 +49,7 @@ from gateway.server.together import Together
 from gateway.server.worker_admin import WorkerAdmin
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
+from worker.protocol.addresses import is_loopback
 from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -201,7 +201,7 @@ class Gateway:
     def _show_metrics(self) -> tuple[bool, bool]:
         """Whether the main listener shows them, and the operators' one."""
         has_ops = self.config.ops_port is not None
-        return not has_ops and _is_loopback(self.config.host), has_ops
+        return not has_ops and is_loopback(self.config.host), has_ops
 
     def _write_admin_token(self) -> None:
         try:
@@ -361,10 +361,3 @@ def _tls_of(config: GatewayConfig) -> ServerTls | None:
         return ServerTls.of(config)
     except TlsError as error:
         raise StartError(str(error), EXIT_USAGE) from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

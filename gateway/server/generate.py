@@ -310,13 +310,14 @@ class Generate:
         answer, placement = taken.answer, taken.placement
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
-        write: Write = ClientStream(request, response).write
-        if (way := way_back(request)) is not None:
-            write = way.writer(write, answering.record)
+        client = ClientStream(request, response)
+        way = way_back(request)
+        write: Write = client.write if way is None else way.writer(client.write, answering.record)
         transcript, scheme = Transcript() if tells_tokens(answer) else None, placement.endpoint.scheme
         may_move = answering.may_move and transcript is not None
         watch = replace(answering.watch, is_lost=placement.is_lost) if may_move else answering.watch
-        end = await pass_stream(answer, write, self._limits, watch, transcript=transcript)
+        end = await pass_stream(answer, write, self._limits, watch, transcript=transcript,
+                                send_now=client.send_now if way is None else None)
         if end.failure is None:
             placement.succeeded()
             if intake.learn is not None and transcript is not None and transcript.is_kept:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
 from gateway.relay.relay import (
     OverTime,
@@ -159,7 +161,7 @@ class Migrator:
         prompts = choice.prompts
         prepared = broken.prompt.prepared
         hashes = {scheme: block_hashes(prompts[0], scheme, prepared.salt.extra_keys) for scheme in prepared.hashes}
-        prompt = replace(broken.prompt, prepared=replace(prepared, prompts=prompts, hashes=hashes))
+        prompt = structs.replace(broken.prompt, prepared=structs.replace(prepared, prompts=prompts, hashes=hashes))
         scratch = RequestRecord(broken.record.request_id, broken.record.route)
         choosing = Choosing(self._dispatcher, prompt, scratch, suspect=self._suspect,
                             address=lambda endpoint: broken.address(endpoint, choice))

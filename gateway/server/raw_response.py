@@ -110,6 +110,17 @@ class ClientStream:
         return self._writer.drain() if self._protocol.writing_paused else None
 
 
+    def send_now(self, data: bytes) -> bool:
+        """write(), when that would neither wait nor fail; False: nothing was sent."""
+        protocol = self._protocol
+        transport = protocol.transport
+        if not self._has_begun or protocol.writing_paused or transport is None or transport.is_closing():
+            return False
+        self._last = data
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        return True
+
+
 class _Clock:
     """The Date header changes once a second."""
 

@@ -29,6 +29,7 @@ ANSWER_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 900.0  # vLLM compiles its model first
 CONTEXT_TOKENS = 8192
 STREAMS_MAX = 16
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,9 @@ def _served(name: str, command: Sequence[str], port: int, threads: int, *, ready
 
 
 def _environment(threads: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    """How threads wait is each engine's own choice, as on a user's machine: the others sleep meanwhile."""
+    inherited = {name: value for name, value in os.environ.items() if name not in WAITING}
+    return {**inherited, "OMP_NUM_THREADS": str(threads)}
 
 
 def _architecture(folder: str) -> str:

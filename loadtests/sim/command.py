@@ -145,6 +145,8 @@ def _trace(args: argparse.Namespace, name: str, seed: int) -> Trace:
     if name in WORKLOADS:
         trace = WORKLOADS[name](requests or DEFAULT_SYNTHETIC_REQUESTS, seed)
         return trace if block_size is None else replace(trace, block_size=block_size)
+    if not Path(name).exists():
+        raise TraceError(f"{name}: neither a file nor one of the workloads {', '.join(WORKLOADS)}")
     return load_trace(Path(name), seed=seed, block_size=block_size).head(requests)
 
 

@@ -62,7 +62,7 @@ def test_a_table_by_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["absent.jsonl"], "No such file"), ([TRACE, "--policy", "fastest"], "unknown policy"),
+    (["absent.jsonl"], "neither a file nor one of the workloads"), ([TRACE, "--policy", "fastest"], "unknown policy"),
     ([TRACE, "--workers", "0"], "--workers"), ([TRACE, "--load", "-1"], "--load"),
     ([TRACE, "--load", "x"], "--load should be numbers"),
     ([TRACE, "--seeds", "0"], "--seeds"),

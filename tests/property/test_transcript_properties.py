@@ -94,6 +94,37 @@ def _compare(told: Told, deltas: list[Delta], came: bytes) -> None:
     assert told.unfinished == [choice for choice, is_ended in ended.items() if not is_ended]
 
 
+PIECES = [b": ids 0 1 7\n\n", b'data: {"a": 1}\n\n', b"data: x\n\n", b"\n", b": note\n\n", b"data: [DONE]\n\n",
+          b": ids ",
+          b'data: {"error":{"code":"worker_failed"}}\n\n', b'data: {"error":{"code":"invalid_request"}}\n\n']
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(b"".join), max_size=8), st.data())
+def test_the_shortcut_passes_what_the_long_way_would(chunks: list[bytes], data: st.DataObject) -> None:
+    """Also when a chunk that could have taken it does not, as when a client is slow."""
+    long, short = Transcript(), Transcript()
+    for chunk in chunks:
+        passing = short.passing_whole(chunk)
+        if passing is None or not data.draw(st.booleans()):
+            assert short.feed(chunk) == long.feed(chunk)
+        else:
+            short.keep(chunk)
+            assert passing == long.feed(chunk)
+        assert (short.lost, short.refused, short.is_kept) == (long.lost, long.refused, long.is_kept)
+        if long.lost:
+            break
+    assert short.kept_blocks() == long.kept_blocks()
+
+
+def test_usual_chunks_take_the_shortcut() -> None:
+    delta = Delta(0, [5], "x", has_role=True, is_last=False)
+    events = b"".join(event + b"\n\n" for event in delta.events())
+    assert Transcript().passing_whole(delta.written()) == events
+    assert Transcript().passing_whole(delta.written() * 2) == events * 2
+    assert Transcript().passing_whole(events) == events
+    assert Transcript().passing_whole(encode_told(0, 0, [1])) == b""
+
+
 @given(st.integers(0, 99), st.integers(0, 9), st.lists(st.integers(0, 2**32 - 1), max_size=5))
 def test_told_tokens_round_trip(choice: int, num_events: int, token_ids: list[int]) -> None:
     line = encode_told(choice, num_events, token_ids)

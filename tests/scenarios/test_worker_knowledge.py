@@ -9,7 +9,7 @@ from itertools import takewhile
 import pytest
 import zmq
 
-from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
+from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import BLOCK_SIZE, OTHER_TEMPLATE, StubWorker, rest_of, running
 from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, CacheEvent, encode_live_message
 
@@ -237,8 +237,8 @@ async def test_an_incompatible_worker_serves_plain_json_when_nobody_else_does() 
             await gateway.until(lambda: _has_state(gateway, 0, "ready"), "the reference is there")
             wrong.kv_problem = None
             await gateway.until(lambda: _has_state(gateway, 1, "incompatible"), "the other is refused")
-            await right.stop()
-            await gateway.until(lambda: _has_state(gateway, 0, "unready"), "the reference is gone")
+            drained = (await gateway.worker(0))["id"]
+            assert (await gateway.send("POST", f"/admin/workers/{drained}/drain", headers=ADMIN)).status == 202
             answer = await gateway.chat()
             assert answer.status == 200
             assert not wrong.seen[0].internal, "its own template must render this"
@@ -259,6 +259,32 @@ async def test_when_the_last_worker_with_the_old_template_is_gone_the_next_sets_
             await gateway.until(lambda: _has_state(gateway, 1, "ready"), "the new template is the reference")
             await gateway.chat()
             assert new.seen[0].internal
+
+
+@pytest.mark.parametrize("how", ["one by one", "all at once"])
+async def test_workers_that_came_while_the_old_template_served_serve_when_it_is_gone(how: str) -> None:
+    """One by one: the last one replaced sets the reference. All at once: nobody joins after the old ones are gone."""
+    old, new, last = StubWorker(worker_token=WORKER_TOKEN), *(
+        StubWorker(worker_token=WORKER_TOKEN, chat_template=OTHER_TEMPLATE) for _ in range(2))
+    await old.start()
+    async with running(new, last):
+        new.kv_problem = last.kv_problem = 503
+        async with running_gateway(old.url, new.url, last.url) as gateway:
+            await gateway.until(lambda: _has_state(gateway, 0, "ready"), "the old template serves")
+            new.kv_problem = None
+            await gateway.until(lambda: _has_state(gateway, 1, "incompatible"), "a new one is refused beside it")
+            await old.stop()
+            await gateway.until(lambda: _has_state(gateway, 0, "unready"), "the old one is gone")
+            if how == "one by one":
+                last.kv_problem = None
+                await gateway.until(lambda: _has_state(gateway, 2, "ready"), "the last one is there")
+            await gateway.until(lambda: _has_state(gateway, 1, "ready"), "the one that was refused serves")
+            await gateway.until(lambda: _knows_exactly(gateway, 1), "and its blocks are known")
+            assert (await gateway.worker(1))["detail"] == ""
+
+
+async def _knows_exactly(gateway: GatewayUnderTest, index: int) -> bool:
+    return bool((await gateway.worker(index))["knowledge"] == "exact")
 
 
 async def _has_state(gateway: GatewayUnderTest, index: int, state: str) -> bool:

@@ -65,9 +65,15 @@ def test_rate_and_footprint() -> None:
     assert [r.block_ids for r in faster.requests] == [r.block_ids for r in trace.requests]
 
 
+MOONCAKE_LINE = b'{"timestamp": 1, "input_length": 600, "output_length": 9, "hash_ids": [1]}\n'
+
+
 @pytest.mark.parametrize(("content", "says"), [
     (b"", "no lines"), (b"{\"a\": 1}\n", "no known format"), (b"nonsense\n", "not JSON"), (b"[1]\n", "JSON object"),
-    (b"{\"timestamp\": 1, \"input_length\": \"many\", \"hash_ids\": []}\n", "does not fit")])
+    (b"{\"timestamp\": 1, \"input_length\": \"many\", \"hash_ids\": []}\n", "jsonl:1: does not fit .* 'many'"),
+    (MOONCAKE_LINE + b"\n{\"timestamp\": 2, \"input_length\": 9, \"hash_ids\": []}",
+     "jsonl:3: .*'output_length' is missing"),
+    (MOONCAKE_LINE + MOONCAKE_LINE + b"{}}", "jsonl:3: not JSON")])
 def test_a_wrong_file_is_told_what_is_wrong(content: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.model.kv_storage import KVStorage
+from worker.model.kv_storage import KVStorage, blocks_to_read
 from worker.model.model_error import ModelError
 from worker.model.model_spec import LayerGeometry, ModelSpec
 
@@ -55,6 +55,21 @@ def test_both_orders_in_memory_look_the_same() -> None:
         assert not made.keys[0][0].any()
         assert made.values[0][1].any()
     assert head_major.gather_heads(0, wanted, torch.float32)[0].is_contiguous()
+
+
+def test_a_run_of_blocks_reads_as_its_ids_would() -> None:
+    assert blocks_to_read([3], CPU) == slice(3, 4)
+    assert blocks_to_read([1, 2, 3], CPU) == slice(1, 4)
+    for ids in ([1, 3, 2, 4], [3, 2, 1], [1, 1], [0, 2]):
+        assert isinstance(blocks_to_read(ids, CPU), torch.Tensor)
+    for head_major in (False, True):
+        made = storage(head_major=head_major)
+        for layer, (heads, key_dim, value_dim) in enumerate([(2, 8, 8), (1, 4, 6)]):
+            made.write(layer, torch.arange(20), torch.randn(20, heads, key_dim), torch.randn(20, heads, value_dim))
+            run = made.gather_heads(layer, slice(1, 4), torch.float32)
+            ids = made.gather_heads(layer, torch.tensor([1, 2, 3]), torch.float32)
+            assert all(map(torch.equal, run, ids))
+            assert not head_major or all(each.is_contiguous() for each in run)
 
 
 def test_writing_nothing() -> None:

@@ -21,6 +21,7 @@ from worker.model.attention import AttentionCall
 from worker.model.batch_layout import BatchLayout
 from worker.model.compact_decoder import AttentionPart, CompactDecoder, CompactLayer, Norm, Rope
 from worker.model.linear import ACTIVATIONS, Linear, fastest_linear
+from worker.model.rms_norm import RmsNorm
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -202,5 +203,5 @@ def _norm(module: Any) -> Norm:
             warnings.simplefilter("ignore")    # torch says, once, that float weights take a slower path
             found = functional.rms_norm(x, shape, candidate, eps).float()
         if torch.allclose(found, expected, rtol=2e-2, atol=1e-3):
-            return partial(functional.rms_norm, normalized_shape=shape, weight=candidate, eps=eps)
+            return RmsNorm(candidate, eps, weight.dtype)
     raise NotCompact(f"{type(module).__name__} is a norm of another kind", consumed=True)

@@ -1,39 +1,46 @@
 """Which decoding sequences are attended together, and what each group reads.
 
-Sequences that begin with the same blocks are put together and their common part is read once for all of them; others
-join by similar length, padded with the blank block. Pure planning: touches no keys, knows no requests.
+Sequences that begin with the same blocks are put together, and what all of them see of the common part is read once
+for all of them; others join by how many blocks they see, padded with the blank block. Pure planning: touches no keys,
+knows no requests.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from worker.model.batch_layout import RowSpan
+from worker.model.kv_storage import Blocks, blocks_to_read
 
 # Sequences share a gather while the shortest has at least this share of the longest's own blocks.
 GROUP_LENGTH_RATIO = 0.75
+# And so many positions of padding cost less than another group, whatever the ratio.
+PADDING_POSITIONS_MIN = 64
 # A common beginning shorter than this many positions is cheaper read by each for itself.
 SHARED_POSITIONS_MIN = 64
+_NOTHING = range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences with one row each: `size` of them, at `rows` of the pack (None: the pack's rows, in order).
 
-    `shared_ids` are the blocks they all begin with, or None; `block_ids` [size * width] are each one's own blocks
-    after those. `mask` [kv_heads * size, 1, own keys] is added to the scores of own keys. Every position of the
-    shared blocks is seen by every sequence.
+    `shared` are blocks that all of them have and see whole, or None; `own` are each one's own, all others that it
+    sees anything of, padded to one width and end to end. `mask` [kv_heads * size, 1, own keys] is added to the scores
+    of own keys. Where it is None all keys in `seen` of the own ones are seen, and no others: one sequence, one KV
+    head, for which that is cheaper.
     """
 
     size: int
     rows: torch.Tensor | None
-    shared_ids: torch.Tensor | None
-    block_ids: torch.Tensor
-    mask: torch.Tensor
+    shared: Blocks | None
+    own: Blocks
+    mask: torch.Tensor | None
+    seen: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,12 @@ def plan_groups(spans: Sequence[RowSpan], shape: GroupShape, *, num_rows: int,
     """Groups for `spans`, each one row of a pack of `num_rows`."""
     decoding = [span for span in spans if span.num_rows == 1]
     groups = []
-    for members in _clusters(decoding, shape):
-        num_shared = _num_shared(members, shape)
-        for part in _similar_lengths(members, num_shared):
-            groups.append(_plan(part, shape, num_shared if len(part) > 1 else 0, device))
+    for members, shared in _clusters(decoding, shape):
+        for part in _similar_lengths(members, shared, shape):
+            groups.append(_plan(part, shape, shared if len(part) > 1 else _NOTHING, device))
     whole = len(groups) == 1 and groups[0].size == num_rows
     if whole and [span.first_row for span in members] == list(range(num_rows)):
-        only = groups[0]
-        return (DecodeGroup(only.size, None, only.shared_ids, only.block_ids, only.mask),)
+        return (replace(groups[0], rows=None),)
     return tuple(groups)
 
 
@@ -68,59 +73,98 @@ def first_block(start: int, window: int | None, block_size: int) -> int:
     return 0 if window is None else max(0, start + 1 - window) // block_size
 
 
-def _clusters(spans: list[RowSpan], shape: GroupShape) -> list[list[RowSpan]]:
-    """Those that share a long enough beginning, each bunch by itself; all the others together."""
-    if shape.window is not None or len(spans) < 2:
-        return [spans] if spans else []
+def _clusters(spans: list[RowSpan], shape: GroupShape) -> list[tuple[list[RowSpan], range]]:
+    """Those that share enough, each bunch with the blocks it shares (by index); all the others together."""
     by_beginning: defaultdict[int, list[RowSpan]] = defaultdict(list)
     for span in spans:
         by_beginning[span.block_table[0]].append(span)
-    sharing = [members for members in by_beginning.values() if len(members) > 1 and _num_shared(members, shape)]
-    taken = {members[0].block_table[0] for members in sharing}
-    alone = [span for span in spans if span.block_table[0] not in taken]
-    return [*sharing, alone] if alone else sharing
+    clusters, alone = [], []
+    for bunch in by_beginning.values():
+        sharing, shared = _sharing(bunch, shape)
+        if shared:
+            clusters.append((sharing, shared))
+            bunch = [span for span in bunch if span not in sharing]
+        alone += bunch
+    alone.sort(key=lambda span: span.first_row)
+    return [*clusters, (alone, _NOTHING)] if alone else clusters
 
 
-def _num_shared(members: list[RowSpan], shape: GroupShape) -> int:
-    """How many leading blocks all members have in common, full ones only; 0 when it is not worth the while."""
-    if shape.window is not None or len(members) < 2:
-        return 0
-    limit = min((span.end - 1) // shape.block_size for span in members)
-    first = members[0].block_table
-    shared = limit
+def _sharing(bunch: list[RowSpan], shape: GroupShape) -> tuple[list[RowSpan], range]:
+    """Of sequences with one beginning those that still see enough of it, and the blocks all of these see whole."""
+    common = _num_common(bunch, shape.block_size)
+    last_useful = common * shape.block_size - SHARED_POSITIONS_MIN
+    near = [span for span in bunch if _first_seen(span, shape.window) <= last_useful]
+    if len(near) < 2:
+        return [], _NOTHING
+    begin = -(-max(_first_seen(span, shape.window) for span in near) // shape.block_size)
+    return near, range(begin, common)
+
+
+def _num_common(members: list[RowSpan], block_size: int) -> int:
+    """How many leading blocks all members have in common, full ones only."""
+    first, common = members[0].block_table, min((span.end - 1) // block_size for span in members)
     for span in members[1:]:
-        while span.block_table[:shared] != first[:shared]:
-            shared = next(index for index in range(shared)
-                          if span.block_table[index] != first[index])
-    return shared if shared * shape.block_size >= SHARED_POSITIONS_MIN else 0
+        while span.block_table[:common] != first[:common]:
+            common = next(index for index in range(common) if span.block_table[index] != first[index])
+    return common
 
 
-def _similar_lengths(spans: list[RowSpan], num_shared: int) -> list[list[RowSpan]]:
+def _first_seen(span: RowSpan, window: int | None) -> int:
+    return 0 if window is None else max(0, span.end - window)
+
+
+def _own_blocks(span: RowSpan, shared: range, shape: GroupShape) -> list[int]:
+    """By index in its table: what the sequence sees at least a position of, and does not share."""
+    begin = first_block(span.start, shape.window, shape.block_size)
+    return [index for index in range(begin, len(span.block_table)) if index not in shared]
+
+
+def _similar_lengths(spans: list[RowSpan], shared: range, shape: GroupShape) -> list[list[RowSpan]]:
     """Runs whose members waste little on each other's padding, each in the pack's order."""
     groups: list[list[RowSpan]] = []
-    for span in sorted(spans, key=lambda span: -span.end):
-        own = len(span.block_table) - num_shared
-        if groups and own >= GROUP_LENGTH_RATIO * (len(groups[-1][0].block_table) - num_shared):
+    longest = 0
+    sizes = {span.first_row: len(_own_blocks(span, shared, shape)) for span in spans}
+    for span in sorted(spans, key=lambda span: -sizes[span.first_row]):
+        own = sizes[span.first_row]
+        padding = (longest - own) * shape.block_size
+        if groups and (own >= GROUP_LENGTH_RATIO * longest or padding <= PADDING_POSITIONS_MIN):
             groups[-1].append(span)
         else:
             groups.append([span])
+            longest = own
     return [sorted(group, key=lambda span: span.first_row) for group in groups]
 
 
-def _plan(members: list[RowSpan], shape: GroupShape, num_shared: int, device: torch.device) -> DecodeGroup:
-    block_size = shape.block_size
-    firsts = [num_shared or first_block(span.start, shape.window, block_size) for span in members]
-    width = max(len(span.block_table) - first for span, first in zip(members, firsts, strict=True))
-    tables = [[*span.block_table[first:], *[shape.blank_block] * (width - len(span.block_table) + first)]
-              for span, first in zip(members, firsts, strict=True)]
-    positions = torch.tensor(firsts).unsqueeze(1) * block_size + torch.arange(width * block_size)
+def _plan(members: list[RowSpan], shape: GroupShape, shared: range, device: torch.device) -> DecodeGroup:
+    own = [_own_blocks(span, shared, shape) for span in members]
+    width = max(map(len, own))
+    ids = [block_id for span, indices in zip(members, own, strict=True)
+           for block_id in (*(span.block_table[index] for index in indices),
+                            *(shape.blank_block,) * (width - len(indices)))]
+    lone = len(members) == 1 and shape.num_kv_heads == 1
+    shared_ids = members[0].block_table[shared.start:shared.stop]
+    return DecodeGroup(
+        size=len(members), rows=torch.tensor([span.first_row for span in members], device=device),
+        shared=blocks_to_read(shared_ids, device) if shared_ids else None, own=blocks_to_read(ids, device),
+        mask=None if lone else _mask(members, own, shape).to(device),
+        seen=_seen_by_one(members[0], shape) if lone else slice(None))
+
+
+def _seen_by_one(span: RowSpan, shape: GroupShape) -> slice:
+    """Which keys of its blocks, from the first it sees anything of, the sequence sees."""
+    base = first_block(span.start, shape.window, shape.block_size) * shape.block_size
+    return slice(_first_seen(span, shape.window) - base, span.end - base)
+
+
+def _mask(members: list[RowSpan], own: list[list[int]], shape: GroupShape) -> torch.Tensor:
+    """[kv_heads * members, 1, own keys]: 0 where a member sees a key, -inf elsewhere and where others are longer."""
+    width = max(map(len, own))
+    beyond = max(len(span.block_table) for span in members)
+    numbers = torch.tensor([[*indices, *(beyond,) * (width - len(indices))] for indices in own])
+    positions = (numbers.unsqueeze(-1) * shape.block_size + torch.arange(shape.block_size)).flatten(1)
     ends = torch.tensor([span.end for span in members]).unsqueeze(1)
     hidden = positions >= ends
     if shape.window is not None:
         hidden |= positions < ends - shape.window
     mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, -torch.inf)
-    return DecodeGroup(
-        size=len(members), rows=torch.tensor([span.first_row for span in members], device=device),
-        shared_ids=torch.tensor(members[0].block_table[:num_shared], device=device) if num_shared else None,
-        block_ids=torch.tensor(tables, device=device).flatten(),
-        mask=mask.unsqueeze(1).repeat(shape.num_kv_heads, 1, 1).to(device))
+    return mask.unsqueeze(1).repeat(shape.num_kv_heads, 1, 1)

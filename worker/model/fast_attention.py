@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from worker.model.attention import AttentionCall
 from worker.model.batch_layout import BatchLayout, RowSpan
 from worker.model.decode_groups import DecodeGroup, GroupShape, first_block, plan_groups
-from worker.model.kv_storage import KVStorage
+from worker.model.kv_storage import Blocks, KVStorage, blocks_to_read
 
 # Scores held at once by a query tile: 4 Mi elements are 8 MiB in bf16, a quarter of a common L3.
 SCORES_MAX_ELEMENTS = 4 * 2**20
@@ -48,7 +48,7 @@ class _PromptPlan:
     """A span with several rows. Its blocks from the first one any row sees, and its query tiles."""
 
     span: RowSpan
-    block_ids: torch.Tensor
+    blocks: Blocks
     tiles: tuple[_QueryTile, ...]
 
 
@@ -72,11 +72,10 @@ class FastAttention:
         layout = self.layout
         if layout.opened_blocks is not None:
             self.storage.clear(call.layer, layout.opened_blocks)
-        key, value = call.key.transpose(0, 1), call.value.transpose(0, 1)
-        if len(layout.write_rows) == layout.num_rows:   # the usual case: every row is new
-            self.storage.write(call.layer, layout.write_slots, key, value)
-        else:
-            self.storage.write(call.layer, layout.write_slots, key[layout.write_rows], value[layout.write_rows])
+        key, value = call.key, call.value
+        if len(layout.write_rows) != layout.num_rows:   # rarely: most rows are new
+            key, value = key[:, layout.write_rows], value[:, layout.write_rows]
+        self.storage.write_heads(call.layer, layout.write_slots, key, value)
         plan = self._plan_for(call)
         if len(plan.groups) == 1 and plan.groups[0].rows is None:
             return self._attend_group(call, plan.groups[0])
@@ -109,24 +108,30 @@ class FastAttention:
         tile_rows = min(tile_max, max(QUERY_TILE_MIN, SCORES_MAX_ELEMENTS // num_scores))
         tiles = tuple(_tile_of(span, (begin, tile_rows), call=call, key_start=first * block_size)
                       for begin in range(0, span.num_rows, tile_rows))
-        return _PromptPlan(span, torch.tensor(span.block_table[first:], device=device), tiles)
+        return _PromptPlan(span, blocks_to_read(span.block_table[first:], device), tiles)
 
     def _attend_group(self, call: AttentionCall, group: DecodeGroup) -> torch.Tensor:
         """The rows of the group [size, heads, value_dim]."""
-        keys, values = self.storage.gather_heads(call.layer, group.block_ids, call.query.dtype)
-        size, num_kv_heads = group.size, keys.shape[0]
+        keys, values = self.storage.gather_heads(call.layer, group.own, call.query.dtype)
+        if group.mask is None:
+            # Strides as of a whole tensor: bmm copies a single matrix that seems to be cut out of a larger batch.
+            keys, values = (each[0, group.seen].unsqueeze(0) for each in (keys, values))
+        num_kv_heads, dim = len(keys), call.query.shape[-1]
         query = call.query if group.rows is None else call.query.index_select(1, group.rows)
-        folded = query.reshape(num_kv_heads, -1, size, query.shape[-1]).transpose(1, 2).flatten(0, 1)
-        keys, values = (each.reshape(len(folded), -1, each.shape[-1]) for each in (keys, values))
-        if group.shared_ids is None:
+        if group.size == 1:
+            return _attention(call, query.reshape(num_kv_heads, -1, dim), keys, values, mask=group.mask).view(
+                1, -1, values.shape[-1])
+        folded = query.reshape(num_kv_heads, -1, group.size, dim).transpose(1, 2).flatten(0, 1)
+        keys, values = (each.view(len(folded), -1, each.shape[-1]) for each in (keys, values))
+        if group.shared is None or group.mask is None:
             result = _attention(call, folded, keys, values, mask=group.mask)
         else:
-            shared = self.storage.gather_heads(call.layer, group.shared_ids, call.query.dtype)
+            shared = self.storage.gather_heads(call.layer, group.shared, call.query.dtype)
             result = _attention_of_two(call, folded, (keys, values), shared, mask=group.mask)
-        return result.view(num_kv_heads, size, -1, result.shape[-1]).transpose(0, 1).flatten(1, 2)
+        return result.view(num_kv_heads, group.size, -1, result.shape[-1]).transpose(0, 1).flatten(1, 2)
 
     def _attend_prompt(self, call: AttentionCall, plan: _PromptPlan, out: torch.Tensor) -> None:
-        keys, values = self.storage.gather_heads(call.layer, plan.block_ids, call.query.dtype)
+        keys, values = self.storage.gather_heads(call.layer, plan.blocks, call.query.dtype)
         num_heads, num_kv_heads = call.query.shape[0], keys.shape[0]
         for tile in plan.tiles:
             rows = slice(plan.span.first_row + tile.first, plan.span.first_row + tile.first + tile.count)
@@ -143,18 +148,22 @@ def _by_hand(call: AttentionCall) -> bool:
 
 
 def _attention(call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *,
-               mask: torch.Tensor, mask_from: int = 0) -> torch.Tensor:
+               mask: torch.Tensor | None, mask_from: int = 0) -> torch.Tensor:
     """[n, folded rows, dim] over keys [n, keys, dim]; `mask` [n or 1, rows or 1, keys] is of keys `mask_from` on."""
     if not _by_hand(call):
-        full_mask = torch.nn.functional.pad(mask, (mask_from, 0)) if mask_from else mask
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (mask_from, 0)) if mask_from else mask
+            mask = mask.unsqueeze(0)
         return scaled_dot_product_attention(query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
-                                            attn_mask=full_mask.unsqueeze(0), scale=call.scaling)[0]
+                                            attn_mask=mask, scale=call.scaling)[0]
     if call.softcap is None and mask_from == 0:    # one operator, and no slow path for a single product
-        masks = mask.expand(len(query), query.shape[1], -1)
-        scores = torch.baddbmm(masks, query, keys.transpose(1, 2), alpha=call.scaling)
+        addend, beta = (query.new_empty(1, 1, 1), 0) if mask is None else (mask, 1)    # times 0: not even read
+        scores = torch.baddbmm(addend.expand(len(query), query.shape[1], keys.shape[1]), query, keys.transpose(1, 2),
+                               beta=beta, alpha=call.scaling)
     else:
         scores = _scores(call, query, keys)
-        scores[..., mask_from:] += mask
+        if mask is not None:
+            scores[..., mask_from:] += mask
     return torch.bmm(torch.softmax(scores, dim=-1), values)
 
 

@@ -12,26 +12,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from worker.model.model_error import ModelError
 from worker.model.model_spec import LayerGeometry
 
+# Which blocks to read: their ids, or a run of them that lie one behind the other.
+Blocks = torch.Tensor | slice
+
+
+def blocks_to_read(block_ids: Sequence[int], device: torch.device) -> Blocks:
+    """As a run where they are one: it need not be gathered."""
+    first, last = block_ids[0], block_ids[-1]
+    if last - first == len(block_ids) - 1 and all(later - earlier == 1 for earlier, later in pairwise(block_ids)):
+        return slice(first, last + 1)
+    return torch.tensor(block_ids, device=device)
+
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
     """`keys[layer]` is [num_blocks + 1, block_size, num_kv_heads, key_dim]; `values[layer]` alike with value_dim.
 
-    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim]. Where a
-    layer's values are the front of its keys, `values[layer]` is a view of `keys[layer]`.
+    With `head_major` these are views of memory that is [num_kv_heads, num_blocks + 1, block_size, dim]; `by_head` has
+    each layer's keys and values in that order, `slots_by_head` with the blocks end to end. Where a layer's values are
+    the front of its keys, `values[layer]` is a view of `keys[layer]`.
     """
 
     block_size: int
     num_blocks: int
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
-    head_major: bool = False
+    by_head: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    slots_by_head: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    @property
+    def head_major(self) -> bool:
+        return bool(self.by_head)
 
     @classmethod
     def allocate(cls, layers: Sequence[LayerGeometry], *, num_blocks: int, block_size: int, dtype: torch.dtype,
@@ -54,7 +72,9 @@ class KVStorage:
             wanted = rows * block_size * sum(g.elements_per_token() for g in layers) * dtype.itemsize
             raise ModelError(f"{wanted / 2**30:.1f} GiB for {num_blocks} KV blocks cannot be had on {device}; "
                              "lower --kv-memory") from error
-        return cls(block_size, num_blocks, tuple(keys), tuple(values), head_major)
+        by_head = tuple((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)) for k, v in zip(keys, values, strict=True))
+        slots = tuple((k.flatten(1, 2), v.flatten(1, 2)) for k, v in by_head) if head_major else ()
+        return cls(block_size, num_blocks, tuple(keys), tuple(values), by_head if head_major else (), slots)
 
     @property
     def blank_block(self) -> int:
@@ -68,32 +88,43 @@ class KVStorage:
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put rows of keys [n, kv_head, key_dim] and values at `slots` [n]: slot = block id * block_size + i."""
-        pairs = [(self.keys[layer], keys), (self.values[layer], values)]
-        for store, rows in pairs[:1] if self._value_in_key(layer) else pairs:
+        self.write_heads(layer, slots, keys.transpose(0, 1), values.transpose(0, 1))
+
+    def write_heads(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The same of keys [kv_head, n, key_dim] and values."""
+        pairs = [(0, keys), (1, values)]
+        for which, rows in pairs[:1] if self._value_in_key(layer) else pairs:
             if self.head_major:
-                heads = store.permute(2, 0, 1, 3).flatten(1, 2)    # contiguous, so a view
-                heads.index_copy_(1, slots, rows.transpose(0, 1).to(store.dtype))
+                store = self.slots_by_head[layer][which]
+                store.index_copy_(1, slots, _in(store.dtype, rows))
             else:
-                store.view(-1, *store.shape[2:]).index_copy_(0, slots, rows.to(store.dtype))
+                store = (self.keys, self.values)[which][layer]
+                store.view(-1, *store.shape[2:]).index_copy_(0, slots, rows.transpose(0, 1).to(store.dtype))
 
     def gather(self, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of these blocks [n], end to end: keys [n * block_size, kv_head, key_dim] and values, in `dtype`."""
         def gathered(store: torch.Tensor) -> torch.Tensor:
             return store.index_select(0, block_ids).flatten(0, 1).to(dtype)
 
-        return self._pair(layer, gathered)
+        return self._pair(layer, gathered, self.keys[layer], self.values[layer])
 
-    def gather_heads(self, layer: int, block_ids: torch.Tensor,
-                     dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same copy head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`."""
+    def gather_heads(self, layer: int, blocks: Blocks, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """These blocks head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`. To be read only:
+        a run of a single head's blocks is no copy. Several heads' would not lie as a product wants them."""
         if not self.head_major:
-            keys, values = self.gather(layer, block_ids, dtype)
+            ids = torch.arange(blocks.start, blocks.stop, device=self.keys[layer].device) \
+                if isinstance(blocks, slice) else blocks
+            keys, values = self.gather(layer, ids, dtype)
             return keys.transpose(0, 1), values.transpose(0, 1)
 
-        def gathered(store: torch.Tensor) -> torch.Tensor:
-            return store.permute(2, 0, 1, 3).index_select(1, block_ids).flatten(1, 2).to(dtype)
+        def gathered(by_head: torch.Tensor) -> torch.Tensor:
+            if not isinstance(blocks, slice):
+                return _in(dtype, by_head.index_select(1, blocks).flatten(1, 2))
+            if len(by_head) == 1:
+                return _in(dtype, by_head[0, blocks].view(1, -1, by_head.shape[-1]))
+            return _in(dtype, by_head[:, blocks].flatten(1, 2).contiguous())
 
-        return self._pair(layer, gathered)
+        return self._pair(layer, gathered, *self.by_head[layer])
 
     def clear(self, layer: int, block_ids: torch.Tensor) -> None:
         """Zero these blocks [n] whole."""
@@ -104,9 +135,13 @@ class KVStorage:
     def _value_in_key(self, layer: int) -> bool:
         return self.values[layer].data_ptr() == self.keys[layer].data_ptr()
 
-    def _pair(self, layer: int,
-              gathered: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = gathered(self.keys[layer])
+    def _pair(self, layer: int, gathered: Callable[[torch.Tensor], torch.Tensor], key_store: torch.Tensor,
+              value_store: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = gathered(key_store)
         if self._value_in_key(layer):
-            return keys, keys[..., :self.values[layer].shape[-1]]
-        return keys, gathered(self.values[layer])
+            return keys, keys[..., :value_store.shape[-1]]
+        return keys, gathered(value_store)
+
+
+def _in(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -15,6 +15,8 @@ from torch.nn import functional
 # transformers' name of an activation: oneDNN's, and its algorithm.
 ACTIVATIONS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh")}
 _PACKED_FOR_ROWS = 16
+# oneDNN reads weights a fifth faster for four rows than for one: worth it where there is much to read.
+_STREAMED_ROWS, _STREAMED_BYTES = 4, 32 * 2**20
 
 
 class Linear:
@@ -47,8 +49,12 @@ class PackedLinear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
         super().__init__(packed, bias)
+        self._is_large = weight.nbytes >= _STREAMED_BYTES
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_large and len(x) < _STREAMED_ROWS:
+            padded = functional.pad(x, (0, 0, 0, _STREAMED_ROWS - len(x)))
+            return self._pointwise(padded, "none", "")[:len(x)]
         return self._pointwise(x, "none", "")
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from worker.config import WorkerConfig
 from worker.engine.engine_client import EngineClient
 from worker.engine.engine_config import EngineConfig
 from worker.prompt.messages_body import COUNT_TOKENS
+from worker.protocol.addresses import is_loopback
 from worker.protocol.http_mistakes import PrivateAppRunner
 from worker.protocol.logs import configure_logging, get_logger
 from worker.server import handlers, kv_routes, model_routes, ops_routes, prewarm_route
@@ -167,6 +168,10 @@ async def _listen(runner: web.AppRunner, config: WorkerConfig) -> int:
                          "stop what uses it or choose another --host or --port.") from None
     port = int(runner.addresses[0][1])
     _log.info("listening", host=config.host, port=port)
+    if not config.worker_token and not is_loopback(config.host):
+        _log.warning("open_to_the_network", host=config.host, reason="without a worker token whoever reaches this "
+                     "address may read what is cached (GET /kv/snapshot), reset it and abort requests",
+                     remedy="set HEADSTART_WORKER_TOKEN, the same at worker and gateway")
     return port
 
 

@@ -17,7 +17,7 @@ from gateway.relay.connection import MAX_BUFFERED_BYTES
 from gateway.relay.connection_pool import PooledUpstream
 from gateway.relay.upstream import FailureKind, UpstreamFailure, UpstreamRequest
 from tests.conformance.upstream.test_every_upstream import SOON_S, answers, fetch, once, post
-from tests.support.scripted_server import OK, Peer, Script, scripted, sized
+from tests.support.scripted_server import CHUNKED, OK, Peer, Script, scripted, sized
 
 
 @asynccontextmanager
@@ -116,6 +116,36 @@ async def test_buffered_bytes_have_a_limit() -> None:
         one_read = 256 * 1024  # of asyncio and uvloop alike
         assert MAX_BUFFERED_BYTES < len(await response.read_chunk(SOON_S)) <= MAX_BUFFERED_BYTES + one_read
         response.close()
+
+
+async def test_what_arrives_while_one_waits_is_offered_and_only_what_is_not_taken_is_returned() -> None:
+    go_on = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + b"2\r\nno\r\n")
+        for text in (b"one", b"two", b"not", b"end"):
+            await go_on.wait()
+            go_on.clear()
+            await peer.send(b"3\r\n%b\r\n" % text + (b"0\r\n\r\n" if text == b"end" else b""))
+
+    offered: list[bytes] = []
+
+    def take(chunk: bytes) -> bool:
+        offered.append(chunk)
+        go_on.set()
+        return chunk != b"not"
+
+    async with scripted(script) as server, pool() as upstream:
+        response = await upstream.open(post(server.url))
+        assert await response.read_chunk(SOON_S) == b"no", "nobody waited yet, or it could not be in order"
+        go_on.set()
+        assert await response.read_chunk(SOON_S, take) == b"not"
+        assert offered == [b"one", b"two", b"not"]
+        assert await response.read_chunk(SOON_S, take) == b"", "the end is for the reader"
+        assert offered == [b"one", b"two", b"not", b"end"]
+        response.close()
+        assert upstream.num_idle == 1
 
 
 async def test_closing_ends_what_is_under_way() -> None:

@@ -20,7 +20,7 @@ from worker.protocol.internal_request import WORKER_TOKEN_HEADER
 
 COMPLETIONS = "/v1/completions"
 TOKEN = {WORKER_TOKEN_HEADER: WORKER_TOKEN}
-EXIT_WAIT_S = 30.0
+EXIT_WAIT_S = 90.0
 
 
 def long_request(**fields: Any) -> dict[str, Any]:
@@ -75,11 +75,14 @@ async def test_a_port_in_use_is_one_line_and_exit_2(tiny_model: Path) -> None:
             worker.stop()
 
 
-async def test_a_missing_model_is_one_line_and_exit_2(tmp_path: Path) -> None:
-    port = free_port()
-    worker = start(["worker", "--model", str(tmp_path / "nowhere.gguf"), "--port", str(port)], url="")
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_a_missing_model_is_one_line_and_exit_2(host: str, warned: bool, tmp_path: Path) -> None:
+    """Without a token a worker that the network can reach says what that means."""
+    worker = start(["worker", "--model", str(tmp_path / "nowhere.gguf"), f"--host={host}", f"--port={free_port()}"],
+                   url="")
     try:
         assert await exit_code(worker) == 2
+        assert ("HEADSTART_WORKER_TOKEN" in worker.log_tail()) == warned
         [line] = [line for line in worker.log_tail().splitlines() if not line.startswith("{")]
         assert "nowhere.gguf" in line
         assert "Traceback" not in worker.log_tail()
