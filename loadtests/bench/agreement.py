@@ -90,7 +90,7 @@ async def _live(timed: Trace, fleet: Fleet, bounds: CacheBounds, run_id: str) ->
     async with running_front("headstart", fleet, Programs()) as front:
         prompts = PromptMaker(PromptStyle(SERVED_NAME), BLOCK_SIZE)
         outcomes: Sequence[Outcome] = await Driver(Target(front.url), prompts, Pace(), run_id=run_id).run(timed)
-    return live_result(timed, outcomes, bounds, "live")
+    return live_result(outcomes, bounds, "live")
 
 
 def simulate(timed: Trace, fitted: Fit, *, num_workers: int, num_blocks: int, bounds: CacheBounds) -> dict[str, Any]:

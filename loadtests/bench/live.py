@@ -32,7 +32,7 @@ from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of
 from loadtests.live.sessions import overlapping, saturation_per_s, text_of
 from loadtests.provenance import provenance
-from loadtests.sim.metrics import CacheBounds, cache_bounds
+from loadtests.sim.metrics import cache_bounds
 from loadtests.tiny_model import write_tiny_model
 from loadtests.traces import Trace, load_trace
 
@@ -51,6 +51,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, trace: Trace, fleet: Fleet) -> None:
         self._args = args
         self._trace = trace
+        self._bounds = cache_bounds(trace, 1)
         self._fleet = fleet
         self._programs = Programs(args.sglang_router, args.vllm_router)
         self._prompts = PromptMaker(PromptStyle(SERVED_NAME, output_max=args.max_output), trace.block_size)
@@ -88,7 +89,7 @@ class Bench:
             if front.child is not None:
                 self.hits[arm].add(await checked(front, outcomes, sent.block_size))
         self.outcomes[arm].append(outcomes)
-        result = result_of(sent, outcomes, CacheBounds(0.0, 0.0), arm)
+        result = self._figures(outcomes, arm)
         _say(f"round {number} {arm:<34} p50 {result['ttft_p50_s']:.3f} p90 {result['ttft_p90_s']:.3f} "
              f"hits {result['hit_token_ratio'] or 0:.1%} late {result['late']} errors {result['errors']}")
 
@@ -96,8 +97,8 @@ class Bench:
         """Pooled over the rounds, and ours over it: below 1 ours is better."""
         rounds = self.outcomes[arm]
         pooled, ours = self._pooled(arm), self._pooled(self.arms[0])
-        each = [_figures(self._trace, outcomes, arm) for outcomes in rounds]
-        first = [_figures(self._trace, outcomes, arm) for outcomes in self.outcomes[self.arms[0]]]
+        each = [self._figures(outcomes, arm) for outcomes in rounds]
+        first = [self._figures(outcomes, arm) for outcomes in self.outcomes[self.arms[0]]]
         return {**pooled, "rounds": [{key: one[key] for key in (*QUANTILES, "hit_token_ratio")} for one in each],
                 "ours_over_it": {key: ours[key] / pooled[key] if pooled[key] else None for key in QUANTILES},
                 "ours_over_it_p90_by_round": [mine["ttft_p90_s"] / one["ttft_p90_s"] if one["ttft_p90_s"] else None
@@ -105,11 +106,10 @@ class Bench:
                 "predicted_hits": self.hits[arm].as_dict() if arm in self.hits else None}
 
     def _pooled(self, arm: str) -> dict[str, Any]:
-        return _figures(self._trace, list(chain.from_iterable(self.outcomes[arm])), arm)
+        return self._figures(list(chain.from_iterable(self.outcomes[arm])), arm)
 
-
-def _figures(trace: Trace, outcomes: Sequence[Outcome], arm: str) -> dict[str, Any]:
-    return result_of(trace, outcomes, cache_bounds(trace, 1), arm)
+    def _figures(self, outcomes: Sequence[Outcome], arm: str) -> dict[str, Any]:
+        return result_of(outcomes, self._bounds, arm)
 
 
 def _say(line: str) -> None:
@@ -120,7 +120,7 @@ def as_table(report: dict[str, Any]) -> str:
     """Plain text, in the order of the arms."""
     lines = [f"{report['trace']}, {report['workers']} workers, {report['rate_per_s']:.1f} requests/s "
              f"({report['load']:.0%} of saturation), {report['rounds']} rounds, commit {report['commit']}",
-             f"{'':<34}{'p50':>8}{'p90':>8}{'p99':>8}  seconds{'hits':>9}{'load':>7}   ours / it, p90",]
+             f"{'':<34}{'p50':>8}{'p90':>8}{'p99':>8}  seconds{'hits':>9}{'load':>7}   ours / it, p90"]
     for arm in report["arms"]:
         lines.append(f"{arm['policy']:<34}{arm['ttft_p50_s']:>8.3f}{arm['ttft_p90_s']:>8.3f}{arm['ttft_p99_s']:>8.3f}"
                      f"{arm['hit_token_ratio'] or 0:>18.1%}{arm['max_mean_load'] or 0:>7.2f}"
