@@ -100,7 +100,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = None) -> Child:
+def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = None,
+          hears_ctrl_c: bool = True) -> Child:
     """Start `python -m ARGUMENTS` as a child. It is not waited for."""
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by Child.stop
     process = subprocess.Popen(
@@ -110,6 +111,7 @@ def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = No
         stdin=subprocess.DEVNULL,
         cwd=Path(__file__).parent.parent,
         env={**os.environ, **(env or {})},
+        start_new_session=not hears_ctrl_c,
     )
     return Child(process=process, url=url, log=log)
 
