@@ -23,7 +23,7 @@ MORE_THAN_TRACE_RATIO = 0.1     # a template's own tokens are hits too that no t
 
 def replay_report(trace: Trace, outcomes: Sequence[Outcome], about: dict[str, Any], *, label: str) -> dict[str, Any]:
     """`replay --json`: the keys of `simulate --json`, the totals once more at the top, and where it was measured."""
-    result = result_of(trace, outcomes, cache_bounds(trace, 1), label)
+    result = result_of(outcomes, cache_bounds(trace, 1), label)
     return {"trace": trace.name, "format": trace.format, "block_size": trace.block_size,
             "workers": num_workers_of(outcomes), **provenance(), **about,
             "rate_per_s": len(outcomes) / max(1e-9, outcomes[-1].due_s), "policies": [result],

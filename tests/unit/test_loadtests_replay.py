@@ -15,10 +15,9 @@ from loadtests.live.results import ERROR_KINDS_MAX, errors_of, num_workers_of, r
 from loadtests.live.server_metrics import counted_between, counters_in
 from loadtests.sim.metrics import CacheBounds
 from loadtests.streaming_client import TimedAnswer
-from loadtests.traces import Message, Trace, TraceRequest
+from loadtests.traces import Message, TraceRequest
 
 REQUEST = TraceRequest(0.0, 40, 5, (1, 2))
-TRACE = Trace("t", "synthetic", 16, (REQUEST,))
 CHAINS = st.lists(st.integers(0, 3), max_size=6)
 
 
@@ -71,7 +70,7 @@ def outcome(index: int, *, error: str | None = None, worker: str | None = "w0", 
 
 def test_figures_count_from_when_a_request_was_due() -> None:
     outcomes = [outcome(0), outcome(1, cached=32, worker="w1"), outcome(2, error="429 queue_full")]
-    result = result_of(TRACE, outcomes, CacheBounds(0.5, 0.5), "live")
+    result = result_of(outcomes, CacheBounds(0.5, 0.5), "live")
     assert (result["ttft_p50_s"], result["requests"], result["failed"]) == (0.75, 2, 1)
     assert result["hit_token_ratio"] == 48 / 80
     assert (result["inter_token_p50_s"], result["inter_token_max_s"]) == pytest.approx((0.2, 0.3))
