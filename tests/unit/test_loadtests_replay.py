@@ -15,7 +15,7 @@ from loadtests.live.results import ERROR_KINDS_MAX, errors_of, num_workers_of, r
 from loadtests.live.server_metrics import counted_between, counters_in
 from loadtests.sim.metrics import CacheBounds
 from loadtests.streaming_client import TimedAnswer
-from loadtests.traces import Message, TraceRequest
+from loadtests.traces import Message, Trace, TraceRequest
 
 REQUEST = TraceRequest(0.0, 40, 5, (1, 2))
 CHAINS = st.lists(st.integers(0, 3), max_size=6)
@@ -83,8 +83,8 @@ def test_figures_count_from_when_a_request_was_due() -> None:
 
 @pytest.mark.parametrize(("cached", "is_odd"), [(16, True), (0, False)])
 def test_more_hits_than_the_trace_has_are_remarked_on(cached: int, is_odd: bool) -> None:
-    about = {"url": "u", "model": "m", "seed": 0}
-    table = as_table(replay_report(TRACE, [outcome(0, cached=cached)], about, label="live"))
+    trace, about = Trace("t", "synthetic", 16, (REQUEST,)), {"url": "u", "model": "m", "seed": 0}
+    table = as_table(replay_report(trace, [outcome(0, cached=cached)], about, label="live"))
     assert ("another --seed" in table) == is_odd
 
 
