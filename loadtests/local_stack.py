@@ -74,6 +74,14 @@ class Child:
                 raise StackError(f"workers after {timeout_s:.0f} s: {', '.join(states)}:\n{self.log_tail()}")
             time.sleep(POLL_S)
 
+    def wait_workers_known(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """As wait_ready, until the gateway has understood every worker, also one that it will not use."""
+        deadline = time.monotonic() + timeout_s
+        while "unready" in (states := self._worker_states()):
+            if time.monotonic() >= deadline:
+                raise StackError(f"workers after {timeout_s:.0f} s: {', '.join(states)}:\n{self.log_tail()}")
+            time.sleep(POLL_S)
+
     def _worker_states(self) -> list[str]:
         headers = {"Authorization": f"Bearer {self.admin_token}"}
         request = urllib.request.Request(f"{self.url}/admin/workers", headers=headers)
@@ -100,7 +108,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = None) -> Child:
+def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = None,
+          hears_ctrl_c: bool = True) -> Child:
     """Start `python -m ARGUMENTS` as a child. It is not waited for."""
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by Child.stop
     process = subprocess.Popen(
@@ -110,6 +119,7 @@ def start(arguments: Sequence[str], *, url: str, env: dict[str, str] | None = No
         stdin=subprocess.DEVNULL,
         cwd=Path(__file__).parent.parent,
         env={**os.environ, **(env or {})},
+        start_new_session=not hears_ctrl_c,
     )
     return Child(process=process, url=url, log=log)
 

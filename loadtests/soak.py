@@ -6,7 +6,8 @@
 Part A: workers that compute nothing and publish KV events (soak_worker.py). Part B: real workers on a tiny seeded
 model, exact. One gateway process, clients that leave, dawdle, half-close and send rubbish, SIGKILL for a worker every
 few seconds. Checked at the end: every request got its whole answer or a documented error; ledgers are at zero; memory
-is flat; no task and no socket is left.
+is flat; no task and no socket is left. What is known so far goes to a file every half minute, and Ctrl-C ends a run
+early and judges what there was.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,6 +41,8 @@ NUM_WORKERS = 3
 NUM_TINY_PROMPTS = 64
 SAMPLE_S = 5.0
 SHOWN_SAMPLES = 60
+SHOW_S, TELL_S = 1.0, 30.0
+PROGRESS_FILE = Path("build/soak-progress.json")
 LOG_MAX_BYTES = 100_000_000
 # Memory is flat when the last fifth of the run holds no more than this beside the second fifth.
 GROWTH_MAX_RATIO, GROWTH_MAX_BYTES = 1.05, 8 * 1024 * 1024
@@ -55,16 +59,38 @@ class Part:
     kill_every_s: float
     seed: int
     until: float | None
+    progress_file: Path
+
+
+@dataclass
+class Interruption:
+    """Whether somebody wants the run to end."""
+
+    has_come: bool = False
+
+    def listen(self) -> None:
+        """Ctrl-C and SIGTERM, from now on."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._come)
+
+    def _come(self) -> None:
+        self.has_come = True
+        print("ending early: what is under way is finished and judged", file=sys.stderr)
+
+
+interruption = Interruption()
 
 
 async def soak(part: Part, fleet: Fleet, plans: Iterator[Plan]) -> dict[str, object]:
     """Send it all, and say what came of it."""
-    before, tally = await asyncio.to_thread(fleet.held), Tally()
+    before, tally, cpu_before = await fleet.at_rest(), Tally(), fleet.cpu_s()
     began_at = fleet.began_at = time.monotonic()
+    interruption.listen()
     helpers = [asyncio.create_task(fleet.kill_now_and_then(part.kill_every_s, random.Random(part.seed))),
-               asyncio.create_task(fleet.sample(SAMPLE_S)), asyncio.create_task(_show(part, tally))]
-    await drive(fleet.port, plans, tally, num_lanes=part.num_lanes, seed=part.seed, until=part.until)
-    seconds = time.monotonic() - began_at
+               asyncio.create_task(fleet.sample(SAMPLE_S)), asyncio.create_task(_show(part, fleet, tally))]
+    await drive(fleet.port, plans, tally, num_lanes=part.num_lanes, seed=part.seed, is_over=lambda: (
+        interruption.has_come or (part.until is not None and time.monotonic() > part.until)))
+    seconds, cpu_s = time.monotonic() - began_at, fleet.cpu_s()
     for helper in helpers:
         helper.cancel()
     await asyncio.gather(*helpers, return_exceptions=True)
@@ -77,15 +103,22 @@ async def soak(part: Part, fleet: Fleet, plans: Iterator[Plan]) -> dict[str, obj
         "ledgers are at zero": not any(load.values()), "memory is flat": is_flat,
         "no socket is left": after.sockets <= before.sockets, "no task is left": after.tasks <= before.tasks,
         "the gateway lives and has nothing to confess": fleet.gateway.process.poll() is None and not confessions}
-    return {"part": part.name, "requests": tally.num_done, "asked_for": part.num_requests,
-            "seconds": round(seconds, 1), "requests_per_s": round(tally.num_done / seconds, 1),
-            "worker_kills": fleet.num_kills, "checks": checks, "ok": all(checks.values()),
-            "outcomes": dict(sorted(tally.outcomes.items())),
-            "documented_errors": dict(tally.errors), "problems": tally.problems, "num_problems": tally.num_problems,
-            "confessions": confessions[:10],
+    return {**_so_far(part, fleet, tally, seconds), "was_interrupted": interruption.has_come,
+            "cpu_us_a_request": {name: round((cpu_s[name] - cpu_before[name]) / tally.num_done * 1e6)
+                                 for name in cpu_s},
+            "checks": checks, "ok": all(checks.values()), "confessions": confessions[:10],
             "retries": fleet.metric("headstart_retries_total"),
             "migrations": fleet.metric("headstart_migrations_total"), "left_over": load,
-            "before": asdict(before), "after": asdict(after), "memory": memory,
+            "before": asdict(before), "after": asdict(after), "memory": memory}
+
+
+def _so_far(part: Part, fleet: Fleet, tally: Tally, seconds: float) -> dict[str, object]:
+    """What can be told at any moment."""
+    return {"part": part.name, "requests": tally.num_done, "asked_for": part.num_requests,
+            "seconds": round(seconds, 1), "requests_per_s": round(tally.num_done / seconds, 1),
+            "worker_kills": fleet.num_kills, "outcomes": dict(sorted(tally.outcomes.items())),
+            "documented_errors": dict(tally.errors), "problems": tally.problems, "num_problems": tally.num_problems,
+            "missed_samples": fleet.num_missed_samples,
             "samples": [asdict(held) for held in fleet.samples[::max(1, len(fleet.samples) // SHOWN_SAMPLES)]]}
 
 
@@ -100,21 +133,29 @@ def memory_verdict(samples: list[Held]) -> tuple[bool, dict[str, float]]:
         "early_mib": round(early / 2**20, 1), "late_mib": round(late / 2**20, 1)}
 
 
-async def _show(part: Part, tally: Tally) -> None:
+async def _show(part: Part, fleet: Fleet, tally: Tally) -> None:
     is_terminal, began_at = sys.stderr.isatty(), time.monotonic()
+    told_at = began_at
+    part.progress_file.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        await asyncio.sleep(1.0 if is_terminal else 30.0)
-        share = tally.num_done / max(1, part.num_requests)
-        bar = "#" * int(30 * share)
-        rate = tally.num_done / (time.monotonic() - began_at)
+        await asyncio.sleep(SHOW_S if is_terminal else TELL_S)
+        now = time.monotonic()
+        if now - told_at >= TELL_S:
+            told_at = now
+            part.progress_file.write_bytes(orjson.dumps(_so_far(part, fleet, tally, now - began_at),
+                                                        option=orjson.OPT_INDENT_2))
+        bar = "#" * int(30 * tally.num_done / max(1, part.num_requests))
+        rate = tally.num_done / (now - began_at)
+        left_s = (part.num_requests - tally.num_done) / rate if rate else 0.0
         if tally.problems and not is_terminal:
             print(f"last problem: {tally.problems[-1][:400]}", file=sys.stderr)
-        print(f"{part.name} [{bar:<30}] {tally.num_done:,}/{part.num_requests:,} {rate:,.0f}/s "
-              f"{tally.num_problems} problems", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
+        print(f"{part.name} [{bar:<30}] {tally.num_done:,}/{part.num_requests:,} {rate:,.0f}/s {left_s / 60:.0f} min "
+              f"left, {tally.num_problems} problems", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
 
 
 def _stub_worker(port: int, tokens: dict[str, str]) -> Child:
-    return start(["loadtests.soak_worker", f"--port={port}"], url=f"http://127.0.0.1:{port}", env=tokens)
+    return start(["loadtests.soak_worker", f"--port={port}"], url=f"http://127.0.0.1:{port}", env=tokens,
+                 hears_ctrl_c=False)
 
 
 async def part_a(part: Part) -> dict[str, object]:
@@ -131,7 +172,8 @@ async def part_b(part: Part) -> dict[str, object]:
         def tiny_worker(port: int, tokens: dict[str, str]) -> Child:
             return start(["worker", f"--model={model}", f"--port={port}", "--threads=1", "--kv-memory=8MiB",
                           "--served-name=tiny", "--exactness=strict", "--log-level=warning"],
-                         url=f"http://127.0.0.1:{port}", env={**tokens, "OMP_NUM_THREADS": "1"})
+                         url=f"http://127.0.0.1:{port}", env={**tokens, "OMP_NUM_THREADS": "1"},
+                         hears_ctrl_c=False)
 
         async with running_fleet(tiny_worker, num_workers=NUM_WORKERS) as fleet:
             bodies = tiny_bodies("tiny", NUM_TINY_PROMPTS, part.seed)
@@ -165,12 +207,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=None, help="begin no request of a part after this")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the result there")
+    parser.add_argument("--progress", type=Path, default=PROGRESS_FILE, metavar="FILE",
+                        help="where what is known so far goes")
     return parser.parse_args()
 
 
 def _part(name: str, num_requests: int, kill_every_s: float, arguments: argparse.Namespace) -> Part:
     until = None if arguments.seconds is None else time.monotonic() + arguments.seconds
-    return Part(name, num_requests, arguments.lanes, kill_every_s, arguments.seed, until)
+    return Part(name, num_requests, arguments.lanes, kill_every_s, arguments.seed, until, arguments.progress)
 
 
 def main() -> int:
@@ -182,14 +226,14 @@ def main() -> int:
     parts = []
     if arguments.requests:
         parts.append(uvloop.run(part_a(_part("A", arguments.requests, arguments.kill_every_s, arguments))))
-    if arguments.real_requests:
+    if arguments.real_requests and not interruption.has_come:
         parts.append(uvloop.run(part_b(_part("B", arguments.real_requests, arguments.kill_real_every_s, arguments))))
     result |= {"load_average_after": os.getloadavg(), "parts": parts}
     text = orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n"
     if arguments.json is not None:
         arguments.json.write_text(text)
     print(text, end="")
-    return 0 if all(part["ok"] for part in parts) else 1
+    return 0 if all(part["ok"] for part in parts) and not interruption.has_come else 1
 
 
 if __name__ == "__main__":

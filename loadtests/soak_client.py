@@ -250,8 +250,8 @@ class Lane:
 
 
 async def drive(port: int, plans: Iterator[Plan], tally: Tally, *, num_lanes: int, seed: int,
-                until: float | None = None) -> None:
-    """Send all plans over so many lanes. No request begins after `until` (time.monotonic())."""
+                is_over: Callable[[], bool] = lambda: False) -> None:
+    """Send all plans over so many lanes. No request begins once it `is_over`."""
     lanes = [Lane(port, plans, tally, random.Random(f"{seed} {number}")) for number in range(num_lanes)]
     for lane in lanes:
         lane.next()
@@ -261,7 +261,7 @@ async def drive(port: int, plans: Iterator[Plan], tally: Tally, *, num_lanes: in
         now = time.monotonic()
         for lane in lanes:
             lane.check_hang(now)
-            lane.is_ending = until is not None and now > until
+            lane.is_ending = is_over()
 
 
 def _unchunked(body: bytes) -> bytes:

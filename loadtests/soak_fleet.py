@@ -18,22 +18,27 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from loadtests.bench.gateway_targets import cpu_ns
 from loadtests.local_stack import Child, free_port, start
 
 RESTART_AFTER_S = 1.0
 SETTLE_S = 90.0
+REST_S, REST_LOOK_S = 5.0, 0.2  # polls and feeds open sockets now and then, also when nobody asks for anything
+_CACHES = ("headstart_tokenizer_cache_bytes", "headstart_reply_memory_bytes", "headstart_index_bytes")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 StartWorker = Callable[[int, dict[str, str]], Child]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds at one moment. `tasks` counts those of its event loop."""
+    """What a process holds at one moment. `tasks` counts those of its event loop; `cache_bytes` is what its caches,
+    each with a limit, say that they hold."""
 
     at_s: float
     rss_bytes: int
     sockets: int
     tasks: int
+    cache_bytes: int = 0
 
 
 @dataclass
@@ -45,6 +50,8 @@ class Fleet:
     start_worker: Callable[[int], Child]
     admin_token: str
     num_kills: int = 0
+    num_missed_samples: int = 0
+    killed_cpu_ns: int = 0
     samples: list[Held] = field(default_factory=list)
     began_at: float = field(default_factory=time.monotonic)
 
@@ -75,7 +82,23 @@ class Fleet:
             with contextlib.suppress(OSError):
                 sockets += os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:")
         return Held(round(time.monotonic() - self.began_at, 1), pages * _PAGE_BYTES, sockets,
-                    int(self.metric("headstart_event_loop_tasks")))
+                    int(self.metric("headstart_event_loop_tasks")), int(sum(map(self.metric, _CACHES))))
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time of every process so far, workers that were killed included."""
+        workers = self.killed_cpu_ns + sum(cpu_ns(worker.process.pid) for worker in self.workers
+                                           if worker.process.poll() is None)
+        return {"gateway": cpu_ns(self.gateway.process.pid) / 1e9, "workers": workers / 1e9,
+                "clients": time.process_time()}
+
+    async def at_rest(self) -> Held:
+        """The most that it holds while nobody asks for anything."""
+        looks = [await asyncio.to_thread(self.held)]
+        while looks[-1].at_s - looks[0].at_s < REST_S:
+            await asyncio.sleep(REST_LOOK_S)
+            looks.append(await asyncio.to_thread(self.held))
+        return Held(looks[-1].at_s, *(max(values) for values in zip(*(
+            (held.rss_bytes, held.sockets, held.tasks, held.cache_bytes) for held in looks), strict=True)))
 
     def load(self) -> dict[str, float]:
         """Everything that must be zero when nobody asks for anything."""
@@ -89,6 +112,7 @@ class Fleet:
             await asyncio.sleep(every_s * (0.5 + rng.random()))
             index = rng.randrange(len(self.workers))
             killed = self.workers[index]
+            self.killed_cpu_ns += cpu_ns(killed.process.pid)
             killed.process.kill()
             await asyncio.to_thread(killed.process.wait)
             killed.log.close()
@@ -99,7 +123,10 @@ class Fleet:
     async def sample(self, every_s: float) -> None:
         """Look at the gateway's process now and then. Runs until cancelled."""
         while True:
-            self.samples.append(await asyncio.to_thread(self.held))
+            try:
+                self.samples.append(await asyncio.to_thread(self.held))
+            except OSError:  # a machine that is too busy to answer in time
+                self.num_missed_samples += 1
             await asyncio.sleep(every_s)
 
     async def settle(self, before: Held) -> tuple[dict[str, float], Held]:
@@ -134,7 +161,7 @@ async def running_fleet(start_worker: StartWorker, *, num_workers: int,
     port = free_port()
     gateway = start(["gateway", f"--port={port}", "--log-level=warning", "--health-interval-s=0.5", *arguments,
                      *(f"--worker=http://127.0.0.1:{worker}" for worker in ports)],
-                    url=f"http://127.0.0.1:{port}", env=tokens)
+                    url=f"http://127.0.0.1:{port}", env=tokens, hears_ctrl_c=False)
     fleet = Fleet(gateway, workers, lambda port: start_worker(port, tokens), tokens["HEADSTART_ADMIN_TOKEN"])
     try:
         await asyncio.to_thread(gateway.wait_ready)

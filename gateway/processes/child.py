@@ -11,10 +11,9 @@ import signal
 import socket
 import time
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from gateway.processes.member_line import MemberLine
-from gateway.processes.metric_sum import Snapshot
+from gateway.processes.member_line import Answers, MemberLine
 from gateway.shared.membership import Seat
 from gateway.supervisor import dying_with_parent, python_command
 
@@ -42,8 +41,8 @@ class Child:
             self.process.send_signal(signum)
 
 
-async def start_child(seat_with: Callable[[int], Seat], argv: Sequence[str], environ: Mapping[str, str], *,
-                      keep: Callable[[Snapshot], None], whole: Callable[[], Awaitable[bytes]]) -> Child:
+async def start_child(seat_with: Callable[[int], Seat], argv: Sequence[str], environ: Mapping[str, str],
+                      answers: Answers) -> Child:
     """Start a process in the seat that `seat_with` makes around its end of the line."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
@@ -57,7 +56,7 @@ async def start_child(seat_with: Callable[[int], Seat], argv: Sequence[str], env
         raise
     finally:
         theirs.close()
-    return Child(seat, process, MemberLine(ours, keep=keep, whole=whole))
+    return Child(seat, process, MemberLine(ours, answers))
 
 
 def child_environ(admin_token: str) -> dict[str, str]:

@@ -24,9 +24,11 @@ from typing import Any
 from gateway.config import GatewayConfig
 from gateway.listening import ListenError, open_listeners, port_of
 from gateway.processes.child import Child, child_environ, start_child
+from gateway.processes.member_line import Answers
 from gateway.processes.metric_sum import MetricSum, Snapshot, exposition
 from gateway.processes.own_metrics import own_metrics
 from gateway.server.admin_token import AdminToken
+from gateway.shared.fleet_edits import FleetEdits
 from gateway.shared.membership import Seat
 from gateway.shared.notes import note_sockets
 from gateway.shared.segment import RowState, Segment, new_segment_file
@@ -115,6 +117,7 @@ class Group:
         self._watchers: set[asyncio.Task[None]] = set()
         self._deaths = [0] * self._num_slots
         self._metrics = MetricSum()
+        self._fleet, self._changing = FleetEdits(), asyncio.Lock()
         self._num_restarts = {"died": 0, "reload": 0}
         self._settled = False
         self._stopping = asyncio.Event()
@@ -177,8 +180,9 @@ class Group:
         row = await self._free_row(slot)
         self._segment.begin_row(row, slot)
         child = await start_child(lambda line: self._seat(slot, row, line, accepts_at_once=accepts_at_once),
-                                  self._argv, child_environ(self._admin_token.value),
-                                  keep=lambda snapshot: self._keep(row, snapshot), whole=self.render_metrics)
+                                  self._argv, child_environ(self._admin_token.value), Answers(
+                                      lambda snapshot: self._keep(row, snapshot), self.render_metrics,
+                                      self._change, self._fleet.to_bytes))
         self._children.add(child)
         self._watch(self._until_ended(child))
         if self._current[slot] is None:
@@ -283,6 +287,17 @@ class Group:
 
     async def _ask_all(self) -> None:
         await asyncio.gather(*(child.line.ask() for child in self._children))
+
+    async def _change(self, edit: bytes) -> bytes:
+        """A process asks for a change of the workers; every one has taken it in when this returns."""
+        async with self._changing:
+            if problem := self._fleet.take(edit):
+                return problem
+            has_heard = await asyncio.gather(*(child.line.tell_fleet() for child in self._children))
+        if not all(has_heard):
+            _log.warning("fleet_change_unseen", processes=has_heard.count(False), reason="they have not taken in a "
+                         "change of the workers yet; they will as soon as their event loops turn")
+        return b""
 
     def _keep(self, row: int, snapshot: Snapshot) -> None:
         self._metrics.put(row, snapshot)

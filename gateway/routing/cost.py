@@ -10,7 +10,8 @@ Until our first token:
                from a slower tier counts a part of what computing it would
     queue_s    prompts before ours: the larger of what we sent (ledger) and what the worker reports, never their sum
     steps_s    decode steps in between: half of the one that runs, and one for each batch of prefill
-    room_s     waiting for memory, when prompt and queue do not fit beside what streams hold: until enough have ended
+    room_s     waiting for memory beyond that, when the prompt does not fit beside what streams hold: until enough of
+               them have ended and all that was sent there before has been let in (memory_wait.py)
 Cost to others:
     others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
                middle of an answer counts a part of a second that the first token is late
@@ -34,12 +35,14 @@ of prefill work (true where the linear layers dominate: 2.7 ms a stream measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
+from gateway.routing.memory_wait import Stream, Tenancy, begins_in_s, held_blocks
+from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import Match
 
 DEFAULT_PREFILL_TOKENS_PER_S = 4000.0
@@ -58,9 +61,8 @@ STREAM_WEIGHT = 0.25
 STALL_WEIGHT = 0.1
 # The share of its pool that a worker keeps for the growth of what runs.
 ROOM_KEPT_RATIO = 0.01
-# Bounds for what is left of running streams, in mean lives.
-LIFE_LEFT_MIN = 0.5
-LIFE_LEFT_MAX = 1.5
+# How far what is thought to be free may be off, as a share of the pool.
+ROOM_DOUBT_RATIO = 0.05
 # How likely an evicted block is to be asked for again.
 EVICTED_REUSE_RATIO = 0.2
 PRICE_MAX_S = 1.0
@@ -68,6 +70,12 @@ SESSION_BONUS_TOKENS = 32
 # Keeps a least cost under the cost when both are rounded.
 _ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
+StreamsOf = Callable[[str], Sequence[Stream]]
+
+
+def nobody(endpoint_id: str) -> Sequence[Stream]:
+    """No streams of ours anywhere."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,18 @@ class Rates:
 
 class Work(NamedTuple):
     """What the request needs, the same on every endpoint. `now` is on the clock of the ledger's bookings;
-    `shared_ratio`: how likely it is that what the prompt matches is in use there anyway."""
+    `shared_ratio`: how likely it is that what the prompt matches is in use there anyway. `streams_of` tells our own
+    requests on an endpoint, and is asked only where memory is short; a stream's token takes `stretch` decode steps;
+    `lengths` are those of answers; `chain` are the prompt's block hashes, empty where several kinds are in use."""
 
     prompt_tokens: int
     expected_output_tokens: int
     now: float = 0.0
     shared_ratio: float = 1.0
+    stretch: float = 1.0
+    streams_of: StreamsOf = nobody
+    lengths: LengthProfile = UNKNOWN_LENGTHS
+    chain: Sequence[int] = ()
 
 
 class CandidateCost(NamedTuple):
@@ -163,14 +177,14 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
                 + STALL_WEIGHT * num_active * prefill_s)
     room_s = evict_s = 0.0
     if view.blocks_total:
-        # Free in the report, less what waited there for room, less what has been booked since then.
-        free = (view.blocks_free * view.block_size - view.waiting_prefill_tokens
-                - load.held_tokens + view.held_tokens_at_report)
+        # Free in the report, less what has been taken since then.
+        free = view.blocks_free * view.block_size - load.held_tokens + view.held_tokens_at_report
         available = free + view.blocks_cached * view.block_size
-        needed = uncached + matched * (1.0 - work.shared_ratio)
-        needed += ROOM_KEPT_RATIO * view.blocks_total * view.block_size
-        if needed > available and (num_active or available <= 0):
-            room_s = _room_s(view, load, work, step_s=step_s, missing_tokens=needed - available)
+        pool = view.blocks_total * view.block_size
+        if (uncached + matched + (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * pool > available
+                and (num_active or available <= 0)):
+            room_s = _room_s(view, work, _Figures(token_s, step_s, queue_s, num_active), matched_tokens=matched,
+                             free_tokens=available)
         evicted = uncached + output - (free if free > 0 else 0)
         evict_s = EVICTED_REUSE_RATIO * evicted * token_s if evicted > 0 else 0.0
     price_s = min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0
@@ -213,16 +227,48 @@ def _slow_tokens(view: EndpointView, match: Match, matched: int) -> int:
     return min(confirmed, matched) - min(fast, matched)
 
 
-def _room_s(view: EndpointView, load: LoadView, work: Work, *, step_s: float, missing_tokens: float) -> float:
-    """Until streams that end have given back `missing_tokens`.
+class _Figures(NamedTuple):
+    """What candidate_cost() has found of an endpoint by the time that memory is looked at."""
 
-    A full pool is given back once in a life of a stream, and nothing before the first of those that run has ended.
-    Streams that have run for long will end soon: with ages spread evenly the mean age is half a life.
+    token_s: float
+    step_s: float
+    queue_s: float
+    num_active: int
+
+
+def _room_s(view: EndpointView, work: Work, figures: _Figures, *, matched_tokens: int, free_tokens: float) -> float:
+    """What waiting for memory adds to the queue.
+
+    What is free is known to ROOM_DOUBT_RATIO of the pool either way, so a prompt that just fits is taken to wait as
+    often as one that just does not.
+
+    Without streams of our own to reckon with, a pool is given back once in a life of a stream, and nothing before the
+    first of those that run has ended. What is missing beyond our own streams is waited for in the same way.
     """
-    life_s = work.expected_output_tokens * step_s
-    if load.num_inflight and life_s > 0:
-        age_s = work.now - load.booked_at_sum / load.num_inflight
-        left_ratio = 2.0 * (1.0 - age_s / life_s)
-        life_s *= min(max(left_ratio, LIFE_LEFT_MIN), LIFE_LEFT_MAX)
-    num_running = max(load.num_decoding, view.num_running, 1)
-    return life_s * max(missing_tokens / (view.blocks_total * view.block_size), 1.0 / num_running)
+    pool = view.blocks_total * view.block_size
+    streams = work.streams_of(view.endpoint_id)
+    needed = work.prompt_tokens + view.block_size - _held_tokens(view, work, streams, matched_tokens)
+    missing = needed + ROOM_KEPT_RATIO * pool - free_tokens
+    doubt = ROOM_DOUBT_RATIO * pool
+    likely = 0.5 + 0.5 * missing / doubt
+    if likely <= 0.0:
+        return 0.0
+    likely = min(likely, 1.0)
+    needed = max(needed, free_tokens)   # when it waits, it waits for somebody
+    pace_s = figures.step_s * work.stretch
+    life_s = work.expected_output_tokens * pace_s
+    if not streams:
+        return likely * life_s * max(missing / pool, 1.0 / max(view.num_running, 1))
+    begins_s, missing = begins_in_s(
+        Tenancy(streams, free_tokens, ROOM_KEPT_RATIO * pool, figures.token_s, pace_s, work.now, work.lengths,
+                max(1.0, figures.num_active / len(streams))), needed)
+    begins_s += life_s * missing / pool
+    return likely * max(0.0, begins_s - figures.queue_s)
+
+
+def _held_tokens(view: EndpointView, work: Work, streams: Sequence[Stream], matched_tokens: int) -> float:
+    """How much of the match is in use there anyway, and needs no room."""
+    depth = matched_tokens // view.block_size
+    if work.chain and len(work.chain) >= depth:
+        return held_blocks(streams, work.chain, depth) * view.block_size
+    return matched_tokens * work.shared_ratio

@@ -25,7 +25,8 @@ class EndpointView:
     `max_context` 0: any length.
 
     `blocks_free` hold nothing, `blocks_cached` hold something nobody uses and may be evicted; all others are in use.
-    `held_tokens_at_report` is the ledger's `held_tokens` as of the report: what is held now beyond it is new.
+    `held_tokens_at_report` is the ledger's `held_tokens` as of the report, less what waited there for room and so was
+    still free: what is held now beyond it is new.
     `price_s` is what an operator or a breaker adds, in seconds; cost.py bounds it.
     """
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gateway.routing.memory_wait import Stream
+
 # What the newest match counts in `shared_ratio`.
 SHARED_WEIGHT = 0.05
 
@@ -26,8 +28,7 @@ class LoadView(NamedTuple):
     """Work on one endpoint. A request counts in `num_inflight` until released, its prompt in `queued_prefill_tokens`
     until its first byte and in `decode_context_tokens` after it.
 
-    `held_tokens` are tokens of KV memory in use; `booked_at_sum` is the sum of the instants at which those in flight
-    were booked.
+    `held_tokens` are tokens of KV memory in use.
     """
 
     num_inflight: int = 0
@@ -35,7 +36,6 @@ class LoadView(NamedTuple):
     decode_context_tokens: int = 0
     num_decoding: int = 0
     held_tokens: int = 0
-    booked_at_sum: float = 0.0
 
 
 NO_LOAD = LoadView()
@@ -58,7 +58,7 @@ NO_FOOTPRINT = Footprint()
 class Account:
     """The sums of one endpoint in one epoch, and who is in flight there."""
 
-    __slots__ = ("_seen", "booked_at_sum", "decode_context_tokens", "epoch", "held_tokens", "num_decoding",
+    __slots__ = ("_seen", "_streams", "decode_context_tokens", "epoch", "held_tokens", "num_decoding",
                  "num_inflight", "open", "queued_prefill_tokens")
 
     def __init__(self, epoch: str) -> None:
@@ -68,13 +68,13 @@ class Account:
         self.decode_context_tokens = 0
         self.num_decoding = 0
         self.held_tokens = 0
-        self.booked_at_sum = 0.0
         self.open: dict[Booking, None] = {}
         self._seen: LoadView | None = None  # what view() said last, while it holds
+        self._streams: list[Stream] | None = None  # likewise
 
     def changed(self) -> None:
         """A booking has taken something or given it back."""
-        self._seen = None
+        self._seen = self._streams = None
 
     def close(self) -> None:
         """Nobody reads it any more; open bookings may still give back."""
@@ -82,14 +82,20 @@ class Account:
     def view(self) -> LoadView:
         if self._seen is None:
             self._seen = LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens,
-                                  self.num_decoding, self.held_tokens, self.booked_at_sum)
+                                  self.num_decoding, self.held_tokens)
         return self._seen
 
-    def sharer(self, block_hash: int, depth: int) -> Booking | None:
+    def streams(self) -> Sequence[Stream]:
+        """Who is in flight, in the order of booking."""
+        if self._streams is None:
+            self._streams = [booking.stream() for booking in self.open]
+        return self._streams
+
+    def sharer(self, block_hash: int, depth: int, *, beside: Booking | None = None) -> Booking | None:
         """Somebody in flight whose prompt goes through this block, the `depth`-th of the chain."""
         for booking in self.open:
             chain = booking.footprint.chain
-            if len(chain) >= depth and chain[depth - 1] == block_hash:
+            if len(chain) >= depth and chain[depth - 1] == block_hash and booking is not beside:
                 return booking
         return None
 
@@ -100,8 +106,8 @@ class Booking:
     Also a context manager: `with ledger.book(...) as booking:` releases on every way out.
     """
 
-    __slots__ = ("_account", "_context_tokens", "_held_tokens", "_pins", "_prefill_tokens", "_state", "endpoint_id",
-                 "footprint", "found_held")
+    __slots__ = ("_account", "_began_at", "_context_tokens", "_held_tokens", "_pins", "_prefill_tokens", "_state",
+                 "endpoint_id", "footprint", "found_held")
 
     def __init__(self, endpoint_id: str, account: Account, footprint: Footprint, *, prefill_tokens: int,
                  context_tokens: int) -> None:
@@ -111,6 +117,7 @@ class Booking:
         self._prefill_tokens = prefill_tokens
         self._context_tokens = context_tokens
         self._state = "prefill"
+        self._began_at: float | None = None
         # What it matched and keeps there: (hash of the last block, depth, tokens), own ones and inherited ones.
         self._pins: list[tuple[int, int, int]] = []
         self._held_tokens = prefill_tokens + footprint.output_tokens // 2
@@ -118,18 +125,19 @@ class Booking:
         self.found_held = bool(depth) and account.sharer(footprint.chain[depth - 1], depth) is not None
         account.num_inflight += 1
         account.queued_prefill_tokens += prefill_tokens
-        account.booked_at_sum += footprint.at
         account.held_tokens += self._held_tokens
         if depth and not self.found_held:
             self._pin((footprint.chain[depth - 1], depth, footprint.matched_tokens))
         account.open[self] = None
         account.changed()
 
-    def prefill_done(self) -> None:
-        """At the first byte: the prompt is no longer queued work, it is context that decode steps read."""
+    def prefill_done(self, at: float | None = None) -> None:
+        """At the first byte, on the clock of the footprint: the prompt is no longer queued work, it is context that
+        decode steps read."""
         if self._state != "prefill":
             return
         self._state = "decode"
+        self._began_at = self.footprint.at if at is None else at
         self._account.queued_prefill_tokens -= self._prefill_tokens
         self._account.decode_context_tokens += self._context_tokens
         self._account.num_decoding += 1
@@ -147,8 +155,6 @@ class Booking:
         account.num_inflight -= 1
         account.held_tokens -= self._held_tokens
         del account.open[self]
-        # A sum of floats that should be zero is set to zero, or its rounding would stay for ever.
-        account.booked_at_sum = account.booked_at_sum - self.footprint.at if account.open else 0.0
         for pin in self._pins:
             account.held_tokens -= pin[2]
             heir = account.sharer(pin[0], pin[1])
@@ -160,6 +166,13 @@ class Booking:
     @property
     def released(self) -> bool:
         return self._state == "released"
+
+    def stream(self) -> Stream:
+        """As memory_wait.py looks at it. What it keeps for others too goes on being kept when it ends."""
+        alone = sum(tokens for block_hash, depth, tokens in self._pins
+                    if self._account.sharer(block_hash, depth, beside=self) is None)
+        return Stream(self._held_tokens + alone, self._prefill_tokens, self.footprint.output_tokens, self._began_at,
+                      self.footprint.chain)
 
     def _pin(self, pin: tuple[int, int, int]) -> None:
         self._pins.append(pin)
@@ -214,6 +227,11 @@ class LoadLedger:
     def load(self, endpoint_id: str) -> LoadView:
         account = self._accounts.get(endpoint_id)
         return account.view() if account is not None else NO_LOAD
+
+    def streams(self, endpoint_id: str) -> Sequence[Stream]:
+        """This process's own requests there, in the order of booking."""
+        account = self._accounts.get(endpoint_id)
+        return account.streams() if account is not None else ()
 
     def is_over(self, endpoint_id: str, limit: int) -> bool:
         """Whether more than `limit` requests are under way there. Never, where booking follows counting at once; only

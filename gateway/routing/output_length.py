@@ -1,14 +1,48 @@
-"""How long answers are: a running mean of what requests generated, for requests that have not answered yet.
+"""How long answers are, from what requests generated: for those that have not answered yet, and for those midway.
 
-Owns one figure a model. Known approximation: every request of a model is expected to answer alike; its own
-`max_tokens` still bounds it.
+Owns the last answers' lengths of each model. Known approximation: every request of a model is expected to answer
+alike; its own `max_tokens` still bounds it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+
 DEFAULT_OUTPUT_TOKENS = 128
 NEWEST_WEIGHT = 0.05
 MODELS_MAX = 256
+LENGTHS_KEPT = 256
+PROFILE_RENEWED_EVERY = 8    # answers
+LONGER_MIN = 3               # fewer answers that were longer say nothing
+LEAST_LEFT_RATIO = 0.25
+
+
+class LengthProfile:
+    """What may be expected of answers like these `lengths`, of which `mean` are expected at first."""
+
+    __slots__ = ("_lengths", "_sums", "mean")
+
+    def __init__(self, lengths: Sequence[int], mean: float) -> None:
+        self._lengths = sorted(lengths)
+        self.mean = mean
+        sums = [0]
+        for length in reversed(self._lengths):
+            sums.append(sums[-1] + length)
+        self._sums = sums   # of the longest ones
+
+    def left(self, generated: float, expected: int) -> float:
+        """Tokens to come of an answer that has `generated` so many, of which `expected` were expected: the mean of
+        those that got longer. One that is bounded, or longer than what is known, has a share of it left at least."""
+        num_longer = len(self._lengths) - bisect_right(self._lengths, generated)
+        if num_longer >= LONGER_MIN and expected >= self.mean - 1:
+            return self._sums[num_longer] / num_longer - generated
+        left, least = expected - generated, LEAST_LEFT_RATIO * expected
+        return left if left > least else least
+
+
+UNKNOWN_LENGTHS = LengthProfile((), 0.0)
 
 
 class OutputLength:
@@ -16,14 +50,27 @@ class OutputLength:
 
     def __init__(self) -> None:
         self._mean: dict[str, float] = {}
+        self._lengths: dict[str, deque[int]] = {}
+        self._profiles: dict[str, LengthProfile] = {}
+        self._num_observed = 0
 
     def observe(self, model: str, output_tokens: int) -> None:
         """A request of `model` ended well after so many tokens. Models beyond MODELS_MAX are not learned."""
-        if model in self._mean or len(self._mean) < MODELS_MAX:
-            mean = self._mean.get(model, float(DEFAULT_OUTPUT_TOKENS))
-            self._mean[model] = mean + NEWEST_WEIGHT * (output_tokens - mean)
+        if model not in self._mean and len(self._mean) >= MODELS_MAX:
+            return
+        mean = self._mean.get(model, float(DEFAULT_OUTPUT_TOKENS))
+        mean = self._mean[model] = mean + NEWEST_WEIGHT * (output_tokens - mean)
+        lengths = self._lengths.setdefault(model, deque(maxlen=LENGTHS_KEPT))
+        lengths.append(output_tokens)
+        self._num_observed += 1
+        if self._num_observed % PROFILE_RENEWED_EVERY == 0 or model not in self._profiles:
+            self._profiles[model] = LengthProfile(lengths, mean)
 
     def expected(self, model: str, max_tokens: int | None = None) -> int:
         """Tokens that a request is expected to generate, at least 1."""
         mean = max(1, round(self._mean.get(model, DEFAULT_OUTPUT_TOKENS)))
         return mean if max_tokens is None else min(mean, max(1, max_tokens))
+
+    def profile(self, model: str) -> LengthProfile:
+        """As of a few answers ago."""
+        return self._profiles.get(model, UNKNOWN_LENGTHS)

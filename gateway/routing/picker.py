@@ -18,10 +18,19 @@ from typing import Literal
 
 from msgspec import Struct
 
-from gateway.routing.cost import CandidateCost, Rates, Work, assumed_rates, candidate_cost, least_costs
+from gateway.routing.cost import (
+    CandidateCost,
+    Rates,
+    StreamsOf,
+    Work,
+    assumed_rates,
+    candidate_cost,
+    least_costs,
+    nobody,
+)
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
-from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
+from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import NO_MATCH, Match
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
@@ -39,8 +48,8 @@ class PickInput(Struct, frozen=True, gc=False):
     `matches` None: the prompt could not be hashed, so nothing is known about caches. `excluded` are endpoints that
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
-    `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now` and `shared_ratio` are for
-    cost.Work.
+    `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
+    `streams_of`, `lengths` and `chain` are for cost.Work.
     """
 
     endpoints: Sequence[EndpointView]
@@ -56,6 +65,15 @@ class PickInput(Struct, frozen=True, gc=False):
     context_tokens: int = 0
     now: float = 0.0
     shared_ratio: float = 1.0
+    stretch: float = 1.0
+    streams_of: StreamsOf = nobody
+    lengths: LengthProfile = UNKNOWN_LENGTHS
+    chain: Sequence[int] = ()
+
+    def work(self) -> Work:
+        """What the request needs."""
+        return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
+                    self.streams_of, self.lengths, self.chain)
 
 
 @dataclass(slots=True)
@@ -125,7 +143,7 @@ def _long_enough(views: list[EndpointView], context_tokens: int) -> list[Endpoin
 def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[CandidateCost]:
     """The cost on each of `views`, in their order."""
     rates = assumed_rates(views)
-    work = Work(given.prompt_tokens, given.expected_output_tokens, given.now, given.shared_ratio)
+    work = given.work()
     session, matches, loads = given.session_endpoint_id, given.matches or {}, given.loads
     return [candidate_cost(view, matches.get(view.endpoint_id, NO_MATCH), loads.get(view.endpoint_id, NO_LOAD), work,
                            rates=rates, in_session=view.endpoint_id == session) for view in views]
@@ -173,7 +191,7 @@ def _usual(given: PickInput) -> list[EndpointView]:
 def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list[int], list[CandidateCost], int]:
     """Positions of those of `views` that may be within a tie of the cheapest, their costs, and the longest match of
     all in tokens."""
-    work = Work(given.prompt_tokens, given.expected_output_tokens, given.now, given.shared_ratio)
+    work = given.work()
     matches, loads, session = given.matches or {}, given.loads, given.session_endpoint_id
     unmeasured = [view for view in views if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0]
     rates = assumed_rates(views) if unmeasured else _NO_NEED

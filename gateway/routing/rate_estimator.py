@@ -18,6 +18,8 @@ SAMPLES_MIN = 3
 SAMPLES_KEPT = 15
 STALE_S = 600.0
 TRUST_RATIO = 3.0
+STRETCH_MAX = 20.0
+STRETCH_NEWEST_WEIGHT = 0.05
 LENGTH_BUCKETS = 10        # 256 tokens to over 64 k
 BATCH_BUCKETS = 8          # 1 stream to over 64
 
@@ -54,6 +56,22 @@ class RateEstimator:
         for table in (self._prefill, self._steps):
             for key in [key for key in table if key[0] == endpoint_id]:
                 del table[key]
+
+
+class Stretch:
+    """How many decode steps a stream's token takes, since prompts are computed in between: `ratio`, at least 1.
+
+    One figure for all endpoints: a running mean.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+
+    def saw(self, inter_token_s: float, decode_step_s: float) -> None:
+        """A stream's tokens came so far apart, where a decode step alone takes so long."""
+        if inter_token_s > 0 and decode_step_s > 0:
+            seen = min(max(inter_token_s / decode_step_s, 1.0), STRETCH_MAX)
+            self.ratio += STRETCH_NEWEST_WEIGHT * (seen - self.ratio)
 
 
 def settled(reported: float, observed: float) -> float:

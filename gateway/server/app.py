@@ -49,7 +49,7 @@ from gateway.server.prompt_work import PromptWork
 from gateway.server.state import new_state
 from gateway.server.tls import ServerTls, TlsError
 from gateway.server.together import Together
-from gateway.server.worker_admin import WorkerAdmin
+from gateway.server.worker_admin import WorkerAdmin, Workforce
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
 from worker.protocol.addresses import is_loopback
@@ -89,9 +89,10 @@ class Gateway:
                                 session=self._session, worker_token=config.worker_token,
                                 health_interval_s=config.health_interval_s,
                                 **({} if membership is None else {"was_drained": membership.drains.holds}))
+        self._workforce = Workforce(table, self._poll, self.state.metrics)
         self._together = None if membership is None else Together(
             membership, table, admission=self.state.admission, metrics=self.state.metrics,
-            request_drain=self._poll.request_drain)
+            request_drain=self._poll.request_drain, take_in=self._workforce.take_in)
         self._attendance = Attendance() if membership is None else SharedAttendance(membership.segment,
                                                                                     membership.seat.row)
         self._doorkeeper: Doorkeeper | None = None
@@ -192,8 +193,9 @@ class Gateway:
         ops.add_probes(main)
         ops.add_probes(ops_only)
         ops.add_admin(main if config.ops_port is None else ops_only)
-        WorkerAdmin(config, self.state.table, self._poll, self.state.metrics, authorise=ops.authorise,
-                    is_alone=together is None).add_to(main if config.ops_port is None else ops_only)
+        WorkerAdmin(config, self.state.table, authorise=ops.authorise,
+                    change=self._workforce.change if together is None else together.change).add_to(
+                        main if config.ops_port is None else ops_only)
         for routes, shows_metrics in zip((main, ops_only), self._show_metrics(), strict=True):
             if shows_metrics:
                 ops.add_metrics(routes)

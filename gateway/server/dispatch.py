@@ -31,7 +31,7 @@ from gateway.server.learning import Learning
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
-from worker.protocol.block_hash import ExtraKeyKind
+from worker.protocol.block_hash import ExtraKeyKind, HashScheme
 
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
@@ -126,7 +126,7 @@ class Placement:
 
     def first_byte(self) -> None:
         """The prompt has been computed."""
-        self._booking.prefill_done()
+        self._booking.prefill_done(time.monotonic())
         self._pass.answered()
         if self._bet is not None:
             self._bet.settle()
@@ -203,7 +203,9 @@ class Dispatcher:
             context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
             expected_output_tokens=self.learning.outputs.expected(prompt.model, prompt.max_tokens),
             random_ratio=random.random(), turn=next(self._turns), now=now,
-            shared_ratio=self._ledger.shared_ratio)
+            shared_ratio=self._ledger.shared_ratio, stretch=self.learning.stretch.ratio,
+            streams_of=self._ledger.streams, lengths=self.learning.outputs.profile(prompt.model),
+            chain=_only(prompt.prepared.hashes))
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -244,7 +246,7 @@ class Dispatcher:
         # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
         # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
-            prefill_s, booking.prefill_done)
+            prefill_s, lambda: booking.prefill_done(time.monotonic()))
         return Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request, prefill_timer=timer,
                          is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers)
 
@@ -354,6 +356,11 @@ class Choosing:
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
         if record.cacheable_tokens:
             self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
+
+
+def _only(hashes: Mapping[HashScheme, Sequence[int]]) -> Sequence[int]:
+    """The prompt's chain, where all workers hash alike."""
+    return next(iter(hashes.values())) if len(hashes) == 1 else ()
 
 
 def _all_of(*parts: frozenset[str]) -> frozenset[str]:

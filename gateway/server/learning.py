@@ -12,7 +12,7 @@ from gateway.routing.endpoint import EndpointView
 from gateway.routing.hot_prefixes import HotPrefixes
 from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import RoutingDecision
-from gateway.routing.rate_estimator import RateEstimator, batch_bucket, length_bucket, settled
+from gateway.routing.rate_estimator import RateEstimator, Stretch, batch_bucket, length_bucket, settled
 from gateway.routing.session_affinity import SessionAffinity
 from gateway.server.request_record import RequestRecord
 
@@ -23,6 +23,7 @@ class Learning:
     def __init__(self) -> None:
         self.outputs = OutputLength()
         self.hot = HotPrefixes()
+        self.stretch = Stretch()
         self._rates = RateEstimator()
         self._sessions = SessionAffinity()
         self._epochs: dict[str, str] = {}
@@ -83,7 +84,9 @@ class Learning:
         now = time.monotonic()
         self._rates.inter_token(endpoint_id, num_streams, seconds, now=now)
         observed = self._rates.decode_step_s(endpoint_id, num_streams, now=now)
-        self._compare(endpoint_id, f"step {batch_bucket(num_streams)}", self._reported[endpoint_id][1], observed)
+        step_s = self._reported[endpoint_id][1]
+        self.stretch.saw(seconds, step_s)
+        self._compare(endpoint_id, f"step {batch_bucket(num_streams)}", step_s * self.stretch.ratio, observed)
 
     def _compare(self, endpoint_id: str, what: str, reported: float, observed: float) -> None:
         at_odds = self._odd.get(endpoint_id, frozenset())
@@ -96,8 +99,9 @@ class Learning:
     def _with_rates(self, view: EndpointView, prompt_tokens: int, now: float) -> EndpointView:
         prefill = settled(view.prefill_tokens_per_s,
                           self._rates.prefill_tokens_per_s(view.endpoint_id, prompt_tokens, now=now))
-        step_s = settled(view.decode_step_s,
-                         self._rates.decode_step_s(view.endpoint_id, view.num_running + 1, now=now))
+        # What is observed has prompts in between; a step has not.
+        observed = self._rates.decode_step_s(view.endpoint_id, view.num_running + 1, now=now)
+        step_s = settled(view.decode_step_s, observed / self.stretch.ratio)
         if prefill == view.prefill_tokens_per_s and step_s == view.decode_step_s:
             return view
         return replace(view, prefill_tokens_per_s=prefill, decode_step_s=step_s)

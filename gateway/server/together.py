@@ -7,33 +7,40 @@ Must never: decide; it hands on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from gateway.knowledge.endpoint_table import EndpointTable
 from gateway.server.admission import Admission
 from gateway.server.metrics import GatewayMetrics
+from gateway.shared.fleet_edits import AddedWorker, edits_from, encode_edit
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
 from gateway.shared.supervisor_line import SupervisorLine
+from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 
 DRAINS_INTERVAL_S = 0.1
 WHOLE_METRICS_TIMEOUT_S = 2.0
+CHANGE_TIMEOUT_S = 5.0  # more than the supervisor gives a process
 _log = get_logger(__name__)
 
 RequestDrain = Callable[[str], Awaitable[None]]
+TakeIn = Callable[[Mapping[str, AddedWorker | None]], Awaitable[None]]
 
 
 class Together:
     """Lives on the event loop; start(), leaving(), aclose()."""
 
     def __init__(self, membership: Membership, table: EndpointTable, *, admission: Admission,
-                 metrics: GatewayMetrics, request_drain: RequestDrain) -> None:
+                 metrics: GatewayMetrics, request_drain: RequestDrain, take_in: TakeIn) -> None:
         self._membership = membership
         self._table = table
         self._metrics = metrics
         self._request_drain = request_drain
-        self._line = SupervisorLine(membership.line, metrics.snapshot)
+        self._take_in = take_in
+        self._loop = asyncio.get_running_loop()
+        self._taking_in: set[asyncio.Task[None]] = set()
+        self._line = SupervisorLine(membership.line, metrics.snapshot, self._fleet_changed)
         self._seen = 0
         membership.notes.on_turn = admission.call_next
 
@@ -63,6 +70,29 @@ class Together:
         if not await self._membership.drains.seen_by_all(count):
             _log.warning("drain_unseen", worker=endpoint_id, reason="a process has not acted on it yet; it will "
                          "as soon as its event loop turns")
+
+    async def change(self, worker_id: str, added: AddedWorker | None) -> bytes:
+        """Have every process add or remove a worker: what is wrong with that, or nothing. ApiError 503 when the
+        supervisor does not answer."""
+        try:
+            async with asyncio.timeout(CHANGE_TIMEOUT_S):
+                return await asyncio.wrap_future(self._line.change(encode_edit(worker_id, added)))
+        except (TimeoutError, OSError) as error:
+            raise ApiError(503, "supervisor_silent", "The gateway's supervisor does not answer; GET /admin/workers "
+                           "shows what has changed.") from error
+
+    def _fleet_changed(self, payload: bytes, taken_in: Callable[[], None]) -> None:
+        """Called in the line's thread."""
+        async def take_in() -> None:
+            await self._take_in(edits_from(payload))
+            taken_in()
+
+        def begin() -> None:
+            task = asyncio.create_task(take_in())
+            self._taking_in.add(task)
+            task.add_done_callback(self._taking_in.discard)
+
+        self._loop.call_soon_threadsafe(begin)
 
     async def watch_drains(self) -> None:
         """Take in what is drained through other processes. Runs for ever."""

@@ -13,12 +13,17 @@ PAYLOAD_MAX_BYTES = 64 * 1024 * 1024
 
 
 class Word(IntEnum):
-    """`yours`: your own metrics, please. `whole`: those of the gateway, please. The answers have an `is` behind."""
+    """`yours`: your own metrics, please. `whole`: those of the gateway, please. `change`: have every process add or
+    remove a worker. `fleet`: what has been added and removed so far. The answers have an `is` behind."""
 
     YOURS = 1
     YOURS_IS = 2
     WHOLE = 3
     WHOLE_IS = 4
+    CHANGE = 5
+    CHANGE_IS = 6
+    FLEET = 7
+    FLEET_IS = 8
 
 
 def frame(word: Word, number: int, payload: bytes = b"") -> bytes:

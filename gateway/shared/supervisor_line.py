@@ -18,11 +18,14 @@ _log = get_logger(__name__)
 
 
 class SupervisorLine:
-    """`snapshot` is called in the thread and gives this process's metrics."""
+    """Both are called in the thread: `snapshot` gives this process's metrics, `on_fleet` gets the workers that were
+    added and removed, and what to call once they are taken in."""
 
-    def __init__(self, line: socket.socket, snapshot: Callable[[], bytes]) -> None:
+    def __init__(self, line: socket.socket, snapshot: Callable[[], bytes],
+                 on_fleet: Callable[[bytes, Callable[[], None]], None]) -> None:
         self._line = line
         self._snapshot = snapshot
+        self._on_fleet = on_fleet
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[bytes]] = {}
         self._sending = threading.Lock()
@@ -44,11 +47,18 @@ class SupervisorLine:
 
     def whole_metrics(self) -> Future[bytes]:
         """The metrics of all processes together."""
+        return self._ask(Word.WHOLE)
+
+    def change(self, edit: bytes) -> Future[bytes]:
+        """Have every process add or remove a worker. The answer comes once they have: what was wrong, or nothing."""
+        return self._ask(Word.CHANGE, edit)
+
+    def _ask(self, word: Word, payload: bytes = b"") -> Future[bytes]:
         number, future = next(self._numbers), Future[bytes]()
         self._asked[number] = future
         future.add_done_callback(lambda _: self._asked.pop(number, None))
         try:
-            self._send(Word.WHOLE, number)
+            self._send(word, number, payload)
         except OSError as gone:
             future.set_exception(gone)
         return future
@@ -66,7 +76,9 @@ class SupervisorLine:
     def _take(self, word: Word, number: int, payload: bytes) -> None:
         if word is Word.YOURS:
             self._send(Word.YOURS_IS, number, self._snapshot())
-        elif word is Word.WHOLE_IS and (future := self._asked.get(number)) is not None:
+        elif word is Word.FLEET:
+            self._on_fleet(payload, lambda: self._send(Word.FLEET_IS, number))
+        elif word in (Word.WHOLE_IS, Word.CHANGE_IS) and (future := self._asked.get(number)) is not None:
             future.set_result(payload)
 
     def _send(self, word: Word, number: int, payload: bytes = b"") -> None:

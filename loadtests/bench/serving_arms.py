@@ -22,7 +22,7 @@ VOCABULARY = WORDS.split()
 
 NUM_SHORT, SHORT_TOKENS, LONG_TOKENS, LONG_AT = 15, 16, 512, 3
 STAGGER_S = 0.5
-NUM_STREAMS, STREAM_TOKENS, CONTROL_TOKENS = 8, 700, 60
+NUM_STREAMS, STREAM_TOKENS, CONTROL_TOKENS = 8, 350, 40
 LONG_PROMPT_WORDS = 5_900       # a word of the list is a token, or a little more
 WORDS_TOGETHER = 300
 BATCH = 16
@@ -38,22 +38,22 @@ def body(text: str, max_tokens: int, **fields: object) -> dict[str, object]:
             "ignore_eos": True, "temperature": 0.0, "return_token_ids": True, **fields}
 
 
-async def staggered(session: aiohttp.ClientSession, url: str, *, seed: int) -> dict[str, Any]:
-    """Sixteen requests, one every STAGGER_S; the one at LONG_AT asks for a long answer."""
-    kinds = [SHORT_TOKENS] * NUM_SHORT
-    kinds.insert(LONG_AT, LONG_TOKENS)
-    started = time.perf_counter()
+async def staggered(session: aiohttp.ClientSession, url: str, *, seed: int, groups: int, pid: int) -> dict[str, Any]:
+    """One request every STAGGER_S, sixteen a group; the one at LONG_AT in each group asks for a long answer."""
+    kinds = ([SHORT_TOKENS] * LONG_AT + [LONG_TOKENS] + [SHORT_TOKENS] * (NUM_SHORT - LONG_AT)) * groups
+    cpu_before, started = cpu_seconds(pid), time.perf_counter()
 
     async def one(index: int, max_tokens: int) -> tuple[int, TimedAnswer]:
         await asyncio.sleep(index * STAGGER_S)
         return max_tokens, await timed_chat(session, url, body(prompt((seed, index), 40), max_tokens))
 
     answers = await asyncio.gather(*(one(index, max_tokens) for index, max_tokens in enumerate(kinds)))
-    took_s = time.perf_counter() - started
+    took_s, took_cpu_s = time.perf_counter() - started, cpu_seconds(pid) - cpu_before
+    num_tokens = sum(answer.completion_tokens for _, answer in answers)
     short = sorted(answer.total_s for max_tokens, answer in answers if max_tokens == SHORT_TOKENS)
     return {"short_p95_s": percentile(short, 0.95), "short_p50_s": statistics.median(short),
             "long_s": max(answer.total_s for _, answer in answers), "took_s": took_s,
-            "tokens_per_s": sum(answer.completion_tokens for _, answer in answers) / took_s}
+            "tokens_per_s": num_tokens / took_s, "tokens_per_cpu_s": num_tokens / took_cpu_s}
 
 
 async def gaps_beside_a_prefill(session: aiohttp.ClientSession, url: str, *, seed: int) -> dict[str, float]:

@@ -42,11 +42,18 @@ def run_cell(cell: Cell, load: Callable[[str, int], Trace], policies: Sequence[s
                 progress(f"{cell.trace_name} {plan.num_workers} workers, load {plan.load}, capacity {plan.capacity}, "
                          f"seed {seed}: {policy}")
         by_seed.append(results)
-    return {"trace": prepared.trace.name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
+    return cell_report(cell, by_seed, trace_name=prepared.trace.name, requests=len(prepared.trace.requests),
+                       blocks_per_worker=prepared.settings.blocks_per_worker)
+
+
+def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, trace_name: str, requests: int,
+                blocks_per_worker: int) -> dict[str, Any]:
+    """Means and verdicts of a cell, from policy to result for each seed."""
+    plan, policies = cell.plan, list(by_seed[0])
+    return {"trace": trace_name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
             "gateways": plan.num_gateways, "shared_ledger": plan.shared_ledger,
             "event_loss_ratio": plan.event_loss_ratio, "restart_storm": plan.restart_storm,
-            "seed": plan.seed, "seeds": cell.num_seeds, "requests": len(prepared.trace.requests),
-            "blocks_per_worker": prepared.settings.blocks_per_worker,
+            "seed": plan.seed, "seeds": len(by_seed), "requests": requests, "blocks_per_worker": blocks_per_worker,
             "policies": [_mean_of([results[policy] for results in by_seed]) for policy in policies],
             "verdicts": {key: verdict(by_seed, key) for key in JUDGED} if len(policies) > 1 else {}}
 

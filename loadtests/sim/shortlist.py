@@ -1,8 +1,9 @@
 """For large fleets: the few endpoints that can win a pick, found with numpy; the real picker prices only those.
 
 Owns a table of the figures that cost.py reads, one row an endpoint. Its estimate of a cost is cost.py's formula on
-vectors; whoever comes within reach of the lowest estimate goes to gateway.routing.picker.pick, which decides. Tests
-hold the decision equal to that over the whole fleet.
+vectors without the wait for memory, so never above it; whoever's estimate is within reach of the true cost of the one
+estimated lowest goes to gateway.routing.picker.pick, which decides. Tests hold the decision equal to that over the
+whole fleet.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gateway.routing import cost
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.picker import TIE_RATIO, TIE_S, PickInput
+from gateway.routing.prefix_index import NO_MATCH
 
 # Wider than the picker's ties by more than the estimate's rounding.
 SLACK_RATIO = 1e-6
@@ -30,8 +32,7 @@ class Shortlist:
         count = len(views)
         self._token_s, self._step_s = np.zeros(count), np.zeros(count)
         self._queued, self._active, self._context = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._free, self._cached, self._pool = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._inflight, self._booked_at, self._running = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._free, self._pool = np.zeros(count), np.zeros(count)
         self._block_size = views[0].block_size
         for view in views:
             self.update(view, loads.get(view.endpoint_id, NO_LOAD))
@@ -43,21 +44,25 @@ class Shortlist:
         self._queued[row] = max(load.queued_prefill_tokens, view.waiting_prefill_tokens + view.running_prefill_tokens)
         self._active[row] = max(load.num_inflight, view.num_running + view.num_waiting)
         self._context[row] = max(load.decode_context_tokens, view.decode_context_tokens)
-        self._free[row] = (view.blocks_free * view.block_size - view.waiting_prefill_tokens
-                           - load.held_tokens + view.held_tokens_at_report)
-        self._cached[row], self._pool[row] = view.blocks_cached * view.block_size, view.blocks_total * view.block_size
-        self._inflight[row], self._booked_at[row] = load.num_inflight, load.booked_at_sum
-        self._running[row] = max(load.num_decoding, view.num_running, 1)
+        self._free[row] = view.blocks_free * view.block_size - load.held_tokens + view.held_tokens_at_report
+        self._pool[row] = view.blocks_total
 
     def narrow(self, given: PickInput) -> Sequence[EndpointView]:
         """The endpoints among which pick() chooses as it would among all. Those without rates of their own come with
         what pick() would have assumed of them, since it is no longer shown all their peers."""
         rates = None if self._token_s.all() and self._step_s.all() else cost.assumed_rates(given.endpoints)
         estimate = self._estimate(given, rates)
-        best = estimate.min()
+        best = self._cost(given, int(estimate.argmin()), rates)
         reach = best + (TIE_RATIO + SLACK_RATIO) * abs(best) + TIE_S + SLACK_RATIO
         near = [given.endpoints[row] for row in np.flatnonzero(estimate <= reach).tolist()]
         return near if rates is None else [_with_rates(view, rates) for view in near]
+
+    def _cost(self, given: PickInput, row: int, rates: cost.Rates | None) -> float:
+        """What the picker will say of this one: nobody whose estimate is above that can win."""
+        view = given.endpoints[row]
+        return cost.candidate_cost(view, (given.matches or {}).get(view.endpoint_id, NO_MATCH),
+                                   given.loads.get(view.endpoint_id, NO_LOAD), given.work(),
+                                   rates=rates or cost.Rates()).total_s
 
     def _estimate(self, given: PickInput, rates: cost.Rates | None) -> np.ndarray:
         prompt, output = given.prompt_tokens, given.expected_output_tokens
@@ -77,21 +82,8 @@ class Shortlist:
         steps = np.where(self._active > 0, (0.5 + (self._queued + uncached) / cost.BATCH_TOKENS) * step_s, 0.0)
         evicted = np.maximum(uncached + output - np.maximum(self._free, 0), 0)
         evict = np.where(self._pool > 0, cost.EVICTED_REUSE_RATIO * evicted * token_s, 0.0)
-        total: np.ndarray = (prefill + self._queued * token_s + steps + others + evict
-                             + self._room(given, matched, uncached, step_s))
+        total: np.ndarray = prefill + self._queued * token_s + steps + others + evict
         return total
-
-    def _room(self, given: PickInput, matched: np.ndarray, uncached: np.ndarray, step_s: np.ndarray) -> np.ndarray:
-        available = self._free + self._cached
-        missing = uncached + matched * (1 - given.shared_ratio) + cost.ROOM_KEPT_RATIO * self._pool - available
-        is_short = (self._pool > 0) & (missing > 0) & ((self._active > 0) | (available <= 0))
-        life = given.expected_output_tokens * step_s
-        with np.errstate(divide="ignore", invalid="ignore"):
-            left = 2 * (1 - (given.now - self._booked_at / self._inflight) / life)
-            left = np.clip(left, cost.LIFE_LEFT_MIN, cost.LIFE_LEFT_MAX)
-            share = np.maximum(missing / self._pool, 1 / self._running)
-        left = np.where((self._inflight > 0) & (life > 0), left, 1.0)
-        return np.where(is_short, life * left * share, 0.0)
 
 
 def _with_rates(view: EndpointView, rates: cost.Rates) -> EndpointView:

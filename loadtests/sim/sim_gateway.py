@@ -16,6 +16,7 @@ from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger,
 from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
+from gateway.routing.rate_estimator import Stretch
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
 from loadtests.sim.policies.routing_policy import RoutingPolicy
 from loadtests.sim.sim_request import SimRequest
@@ -61,6 +62,7 @@ class SimGateway:
         self._loads: dict[str, LoadView] = {}
         self._turn = 0
         self._outputs = OutputLength()
+        self._stretch = Stretch()
         self._placed: dict[int, Placed] = {}
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
@@ -76,7 +78,8 @@ class SimGateway:
         decision = self.policy.choose(PickInput(
             endpoints=self._views, prompt_tokens=request.prompt_tokens, matches=matches, loads=self._loads,
             expected_output_tokens=self._outputs.expected(""), random_ratio=self._draw.random(), turn=self._turn,
-            now=now, shared_ratio=self._ledger.shared_ratio), request)
+            now=now, shared_ratio=self._ledger.shared_ratio, stretch=self._stretch.ratio,
+            streams_of=self._ledger.streams, lengths=self._outputs.profile(""), chain=hashes), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
@@ -84,7 +87,7 @@ class SimGateway:
 
     def first_token(self, request: SimRequest, now: float) -> None:
         placed = self._placed[request.index]
-        placed.booking.prefill_done()
+        placed.booking.prefill_done(now)
         if placed.bet is not None:
             placed.bet.settle(now)
         self._load_changed(placed.worker_id)
@@ -115,6 +118,13 @@ class SimGateway:
         self.policy.ended(request, placed.worker_id)
         if well:
             self._outputs.observe("", request.output_tokens)
+            self._saw_stream(request, placed.worker_id)
+
+    def _saw_stream(self, request: SimRequest, worker_id: str) -> None:
+        began_at, ended_at = request.first_token_at, request.ended_at
+        if began_at is not None and ended_at is not None and request.output_tokens > 1:
+            self._stretch.saw((ended_at - began_at) / (request.output_tokens - 1),
+                              self._known[worker_id].report.decode_step_s)
 
     def reported(self, worker_id: str, report: Report) -> None:
         """The worker's answer to a poll arrived."""
@@ -207,4 +217,4 @@ class SimGateway:
             waiting_prefill_tokens=max(0, waiting - prefill_done),
             running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
             decode_context_tokens=max(0, report.decode_context_tokens - context_gone),
-            held_tokens_at_report=before.held_tokens)
+            held_tokens_at_report=before.held_tokens - waiting)

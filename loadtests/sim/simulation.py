@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,12 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "policies": [result.as_dict() for result in results]}
 
 
+@cache
 def commit() -> str:
-    """Of the tree that this file lies in; 'unknown' outside a repository."""
+    """Of the tree that this file lies in, when first asked; 'unknown' outside a repository or when git is slow."""
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, timeout=10,
                               capture_output=True, text=True, check=False)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"

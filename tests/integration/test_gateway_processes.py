@@ -104,7 +104,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
     keys = keys_file(folder, {"id": "free", "key": FREE}, {"id": "limited", "key": LIMITED, "max_concurrent": LIMIT},
                      {"id": "metered", "key": METERED, "requests_per_minute": LIMIT})
     stubs = [StubWorker(worker_token=WORKER_TOKEN) for _ in range(2)]
-    arguments = [f"--max-inflight-per-worker={LIMIT}", f"--keys-file={keys}"]
+    arguments = [f"--max-inflight-per-worker={LIMIT}", "--reserved-places-ratio=0", f"--keys-file={keys}"]
     async with running(*stubs), running_group(*(stub.url for stub in stubs), processes=PROCESSES,
                                               log=folder / "log", arguments=arguments) as group:
         yield House(group, stubs)

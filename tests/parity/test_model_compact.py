@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 
 from tests.support.paged_runs import PagedRun
 from tests.support.tiny_models import FAMILIES, reference_logits, tiny_model_folder, tiny_token_ids
-from worker.model import loader
+from worker.model import compact_builder, loader
 from worker.model.compact_builder import NotCompact, build_compact
+from worker.model.compact_decoder import CompactDecoder, CompactLayer
 from worker.model.forward_batch import SequenceRows
 from worker.model.loader import load_model, resolve_model
 from worker.model.paged_model import PagedModel
@@ -28,9 +31,9 @@ def logits_of(model: PagedModel) -> torch.Tensor:
     return run.cut(tokens, run.new_table(LENGTH), [40, 1, LENGTH - 41])
 
 
-def transformers_model(family: str) -> Any:
+def transformers_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     folder = resolve_model(str(tiny_model_folder(family)))
-    return loader._load_weights(folder, torch.float32, torch.device("cpu"))
+    return loader._load_weights(folder, dtype, torch.device("cpu"))
 
 
 # Fused products, norms elsewhere, experts, latents: these run through transformers' modules.
@@ -74,6 +77,59 @@ def test_what_it_does_not_know_it_does_not_take(kind: str, consumed: bool) -> No
     with pytest.raises(NotCompact) as refused:
         build_compact(model, torch.device("cpu"))
     assert refused.value.consumed is consumed
+
+
+def attention_with(layer: CompactLayer, **changes: Any) -> CompactLayer:
+    return replace(layer, attention=replace(layer.attention, **changes))
+
+
+# What a conversion might get a little wrong in one layer: the family it is tried on, and what becomes of its layer 1.
+LAYER_MISTAKES: dict[str, tuple[str, Callable[[CompactLayer], CompactLayer]]] = {
+    "a rope where there is none": ("smollm3", lambda layer: attention_with(layer, rope=0)),
+    "the other kind's rope": ("gemma3", lambda layer: attention_with(layer, rope=1 - layer.attention.rope)),
+    "scores 10% too large": ("llama", lambda layer: attention_with(layer, scaling=layer.attention.scaling * 1.1)),
+    "a window forgotten": ("mistral", lambda layer: attention_with(layer, window=None)),
+    "scores not capped": ("gemma2", lambda layer: attention_with(layer, softcap=None)),
+    "queries not normed": ("qwen3", lambda layer: attention_with(layer, query_norm=lambda x: x)),
+    "gate and up the other way round": ("llama", lambda layer: replace(layer, gate=layer.up, up=layer.gate)),
+    "another activation": ("llama", lambda layer: replace(layer, activation="gelu")),
+    "a residual 3% too large": ("granite", lambda layer: replace(
+        layer, residual_multiplier=layer.residual_multiplier * 1.03)),
+    "a norm left out": ("gemma2", lambda layer: replace(layer, after_mlp=lambda x: x)),
+}
+DECODER_MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
+    "embeddings not multiplied": ("granite", {"embedding_multiplier": 1.0}),
+    "logits not scaled": ("granite", {"logits_scaling": 1.0}),
+    "logits not capped": ("gemma2", {"logits_softcap": None}),
+    "final norm left out": ("llama", {"final_norm": lambda x: x}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mistake", LAYER_MISTAKES)
+def test_a_layer_that_is_a_little_wrong_is_refused(mistake: str, dtype: torch.dtype,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rounding over the whole model would be larger than what the mistake does to its logits."""
+    family, spoil = LAYER_MISTAKES[mistake]
+    take = compact_builder._take_layer
+
+    def taking(layer: Any, call: Any, *how: Any) -> CompactLayer:
+        taken = take(layer, call, *how)
+        return spoil(taken) if call.layer == 1 else taken
+
+    monkeypatch.setattr(compact_builder, "_take_layer", taking)
+    with pytest.raises(NotCompact, match="layer 1 would compute something else"):
+        build_compact(transformers_model(family, dtype), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mistake", DECODER_MISTAKES)
+def test_a_wrong_beginning_or_end_is_refused(mistake: str, dtype: torch.dtype,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changes = DECODER_MISTAKES[mistake]
+    monkeypatch.setattr(compact_builder, "CompactDecoder", lambda **parts: CompactDecoder(**{**parts, **changes}))
+    with pytest.raises(NotCompact, match="is of another kind"):
+        build_compact(transformers_model(family, dtype), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["another part", "another norm"])

@@ -88,7 +88,11 @@ class LoadLedgerMachine(RuleBasedStateMachine):
             assert load == LoadView(
                 len(open_now), sum(b.prefill_tokens for b in open_now if not b.streaming),
                 sum(b.context_tokens for b in open_now if b.streaming), sum(b.streaming for b in open_now),
-                load.held_tokens, sum(b.handle.footprint.at for b in open_now))
+                load.held_tokens)
+            streams = self.ledger.streams(endpoint_id)
+            assert [(one.prefill_tokens, one.began_at is not None, one.chain) for one in streams] == [
+                (b.prefill_tokens, b.streaming, b.chain) for b in open_now]
+            assert private <= sum(one.held_tokens for one in streams) <= load.held_tokens
             assert private <= load.held_tokens <= private + 32 * len(prefixes)
             for prefix in prefixes:
                 if all(b.matched_blocks for b in self.bookings if b.chain[0] == prefix):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from msgspec import structs
 from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import LoadView
+from gateway.routing.memory_wait import Stream
 from gateway.routing.picker import TIE_RATIO, TIE_S, NoEndpoint, PickInput, RoutingDecision, pick
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefix_index import Match
@@ -19,7 +21,9 @@ from gateway.routing.prefix_index import Match
 counts = st.integers(0, 64)
 tokens = st.integers(0, 100_000)
 ratios = st.floats(0, 1, exclude_max=True)
-loads = st.builds(LoadView, counts, tokens, tokens, counts, tokens, st.floats(0, 1000))
+loads = st.builds(LoadView, counts, tokens, tokens, counts, tokens)
+streams = st.lists(st.builds(Stream, tokens, tokens, st.integers(1, 4096), st.none() | st.floats(-100, 0)),
+                   max_size=5)
 # Slow blocks are some of the confirmed ones.
 matches = st.integers(0, 400).flatmap(lambda confirmed: st.builds(
     Match, st.just(confirmed), st.integers(0, 50), st.just(0) | st.integers(0, confirmed)))
@@ -37,7 +41,13 @@ inputs = st.builds(
     matches=st.none() | st.dictionaries(st.sampled_from("abcdefgh"), matches),
     loads=st.dictionaries(st.sampled_from("abcdefgh"), loads), expected_output_tokens=st.integers(0, 4096),
     excluded=st.frozensets(st.sampled_from("abcdefgh"), max_size=3),
-    session_endpoint_id=st.none() | st.sampled_from("abcdefgh"), random_ratio=ratios, turn=st.integers(0, 1000))
+    session_endpoint_id=st.none() | st.sampled_from("abcdefgh"), random_ratio=ratios, turn=st.integers(0, 1000),
+    stretch=st.floats(1, 20), streams_of=st.dictionaries(st.sampled_from("abcdefgh"), streams).map(
+        lambda there: lambda name: there.get(name, ())))
+
+
+def work_of(prompt_tokens: int, output_tokens: int, shared_ratio: float, there: Sequence[Stream] = ()) -> Work:
+    return Work(prompt_tokens, output_tokens, 0.0, shared_ratio, 2.0, lambda _: there)
 
 
 def may_serve(given: PickInput) -> set[str]:
@@ -97,7 +107,7 @@ def test_the_choice_is_as_if_every_endpoint_had_been_priced(given_: PickInput) -
 
 @settings(max_examples=100, deadline=None)
 @given(view=views, match=matches, load=loads, in_session=st.booleans(),
-       work=st.builds(Work, st.integers(0, 20_000), st.integers(0, 4096), st.just(0.0), ratios))
+       work=st.builds(work_of, st.integers(0, 20_000), st.integers(0, 4096), ratios, streams))
 def test_no_cost_is_below_the_least(view: EndpointView, match: Match, load: LoadView, in_session: bool,
                                     work: Work) -> None:
     name = view.endpoint_id
@@ -128,7 +138,7 @@ def test_the_order_of_endpoints_changes_no_cost(given_: PickInput) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(view=views, match=matches, load=loads, more=st.integers(1, 1000),
-       work=st.builds(Work, st.integers(1, 20_000), st.integers(0, 4096), st.just(0.0), ratios))
+       work=st.builds(work_of, st.integers(1, 20_000), st.integers(0, 4096), ratios))
 def test_more_cache_never_costs_more_and_more_load_never_costs_less(
         view: EndpointView, match: Match, load: LoadView, more: int, work: Work) -> None:
     def total(view: EndpointView, match: Match, load: LoadView) -> float:

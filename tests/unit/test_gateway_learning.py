@@ -50,7 +50,7 @@ def test_a_report_far_off_gives_way_and_comes_back_with_a_new_life() -> None:
     learning = Learning()
     for _ in range(5):
         stream(learning, first_token_s=10.0, inter_token_s=0.5)
-    assert rates(learning) == pytest.approx((100.0, 0.5))
+    assert rates(learning) == pytest.approx((100.0, 0.5 / learning.stretch.ratio))
     stream(learning, first_token_s=0.25, epoch="2")
     assert rates(learning) == REPORTED
 

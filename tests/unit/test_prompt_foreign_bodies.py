@@ -129,7 +129,7 @@ def block(**fields: Any) -> dict[str, Any]:
     ({"tools": [{"name": "x"}]}, "tools[0].input_schema"), ({"tools": [{"name": "", "input_schema": {}}]},
                                                             "tools[0].name"),
     ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"metadata": {"user_id": 5}}, "metadata"), ({"thinking": {"type": "x"}}, "thinking.type"),
+    ({"metadata": {"user_id": 5}}, "metadata.user_id"), ({"thinking": {"type": "x"}}, "thinking.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"messages": [USER, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, "messages")])

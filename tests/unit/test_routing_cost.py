@@ -8,9 +8,8 @@ from gateway.routing.cost import (
     DEFAULT_DECODE_STEP_S,
     DEFAULT_PREFILL_TOKENS_PER_S,
     EVICTED_REUSE_RATIO,
-    LIFE_LEFT_MAX,
-    LIFE_LEFT_MIN,
     PRICE_MAX_S,
+    ROOM_DOUBT_RATIO,
     ROOM_KEPT_RATIO,
     SESSION_BONUS_TOKENS,
     SLOW_TIER_RATIO,
@@ -23,6 +22,7 @@ from gateway.routing.cost import (
 )
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
+from gateway.routing.memory_wait import Stream
 from gateway.routing.prefix_index import NO_MATCH, Match
 
 
@@ -107,30 +107,58 @@ def test_what_must_be_evicted_may_be_asked_for_again(free: int, held: int, evict
 
 
 FULL = {"blocks_total": 1000, "blocks_free": 0, "blocks_cached": 0}
+POOL = 16_000
 LIFE_S = 100 * 0.02
 
 
-@pytest.mark.parametrize(("changes", "load", "share"), [
-    ({}, LoadView(4, 0, 0, 4), 1 / 4),                                         # at least until one has ended
-    ({"num_running": 8}, LoadView(4, 0, 0, 4), 1 / 8),
-    ({"num_running": 8, "waiting_prefill_tokens": 15_000}, NO_LOAD, 1 + ROOM_KEPT_RATIO),   # who waits goes first
-    ({"held_tokens_at_report": 100}, LoadView(8, 0, 0, 8, 7100), 0.5 + ROOM_KEPT_RATIO),  # booked since the report
-    ({"blocks_cached": 73}, LoadView(4, 0, 0, 4), 0.0), ({"blocks_cached": 72}, LoadView(4, 0, 0, 4), 1 / 4)])
-def test_waiting_for_memory(changes: dict[str, int], load: LoadView, share: float) -> None:
-    half_a_life_later = cost(view(**{**FULL, **changes}), load=load, now=LIFE_S / 2)
-    assert half_a_life_later.room_s == pytest.approx(share * LIFE_S)
+@pytest.mark.parametrize(("changes", "share"), [
+    ({}, (1016 + 160) / POOL), ({"num_running": 8}, 1 / 8),         # at least until one has ended
+    ({"num_running": 8, "held_tokens_at_report": -15_000}, (1016 + 160 + 15_000) / POOL)])   # who waits goes first
+def test_waiting_for_memory_of_others(changes: dict[str, int], share: float) -> None:
+    changes = {"num_running": 100, **changes}
+    assert cost(view(**{**FULL, **changes})).room_s == pytest.approx(share * LIFE_S)
+
+
+def with_streams(streams: list[Stream], *, prompt_tokens: int = 1000, match: Match = NO_MATCH, stretch: float = 1.0,
+                 chain: tuple[int, ...] = (), **changes: object) -> CandidateCost:
+    work = Work(prompt_tokens, 100, now=100.0, stretch=stretch, streams_of=lambda _: streams, chain=chain)
+    load = LoadView(len(streams), 0, 0, len(streams))
+    return candidate_cost(view(**{**FULL, **changes}), match, load, work, rates=Rates())
+
+
+def test_waiting_for_memory_until_our_own_streams_end() -> None:
+    early, late = Stream(2000, 0, 100, 99.0), Stream(2000, 0, 100, 99.8)
+    assert with_streams([late, early]).room_s == pytest.approx(1.0), "the first of them gives back enough"
+    assert with_streams([late, early], prompt_tokens=3000).room_s == pytest.approx(1.8)
+    assert with_streams([late, early], stretch=2.0).room_s == pytest.approx(3.0), "prompts in between: half as fast"
+    assert with_streams([Stream(2000, 0, 100, 1.0)]).room_s == pytest.approx(LIFE_S / 4), "longer than expected"
+
+
+def test_who_waits_for_memory_goes_first() -> None:
+    running, waiting = Stream(1500, 0, 100, 99.0), Stream(1200, 500, 100, None)
+    alone = with_streams([running]).room_s
+    behind = with_streams([running, waiting], held_tokens_at_report=-1200)
+    assert alone == pytest.approx(1.0)
+    assert behind.room_s == pytest.approx(1.0 + 0.5 + LIFE_S), "its prompt is computed and its life lived before"
+
+
+def test_a_prompt_that_barely_fits_may_have_to_wait() -> None:
+    stream = [Stream(5000, 0, 100, 99.0)]
+    needed, doubt = 1016 + ROOM_KEPT_RATIO * POOL, ROOM_DOUBT_RATIO * POOL
+    half = int((needed + doubt / 2) / 16)
+    assert with_streams(stream, blocks_cached=int(needed / 16) - 1).room_s == pytest.approx(0.5, abs=0.02)
+    assert with_streams(stream, blocks_cached=half).room_s == pytest.approx(0.25, abs=0.02)
+    assert with_streams(stream, blocks_cached=int((needed + doubt) / 16) + 1).room_s == 0.0
 
 
 def test_what_matches_needs_room_unless_somebody_holds_it_anyway() -> None:
-    worker, load = view(**{**FULL, "blocks_cached": 40}), LoadView(4, 0, 0, 4)
+    worker, load = view(**{**FULL, "blocks_cached": 120}), LoadView(4, 0, 0, 4)
     assert cost(worker, Match(50, 0), load).room_s == 0.0
-    assert cost(worker, Match(50, 0), load, shared_ratio=0.0, now=LIFE_S / 2).room_s == pytest.approx(LIFE_S / 4)
-
-
-@pytest.mark.parametrize(("age_s", "left"), [(0.0, LIFE_LEFT_MAX), (1.0, 1.0), (1.2, 0.8), (50.0, LIFE_LEFT_MIN)])
-def test_streams_that_run_for_long_end_soon(age_s: float, left: float) -> None:
-    load = LoadView(2, 0, 0, 2, 0, 2 * 100.0)
-    assert cost(view(**FULL), load=load, now=100.0 + age_s).room_s == pytest.approx(left * LIFE_S / 2)
+    assert cost(worker, Match(50, 0), load, shared_ratio=0.0).room_s > 0.0
+    chain = tuple(range(62))
+    holder, other = Stream(100, 0, 100, 99.0, chain[:50]), Stream(100, 0, 100, 99.0, (-1, *chain[1:50]))
+    assert with_streams([holder], match=Match(50, 0), chain=chain, blocks_cached=90).room_s == 0.0
+    assert with_streams([other], match=Match(50, 0), chain=chain, blocks_cached=90).room_s > 0.0
 
 
 def test_an_idle_worker_whose_pool_is_used_by_nobody_has_room() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.memory_wait import Stream
 
 
 def test_a_request_from_booking_to_release() -> None:
@@ -93,11 +94,14 @@ def test_the_share_of_matches_that_others_hold_is_learned() -> None:
     assert ledger.shared_ratio > 0.9
 
 
-def test_instants_of_booking_add_up() -> None:
+def test_streams_are_told_in_the_order_of_booking_with_what_they_alone_hold() -> None:
     ledger = LoadLedger()
-    early, late = book(ledger, [1], 0, at=0.1), book(ledger, [2], 0, at=0.2)
-    assert ledger.load("a").booked_at_sum == pytest.approx(0.3)
-    late.release()
-    assert ledger.load("a").booked_at_sum == pytest.approx(0.1)
-    early.release()
-    assert ledger.load("a").booked_at_sum == 0.0
+    assert ledger.streams("a") == ()
+    alone = book(ledger, [1, 2, 3], 2, at=1.0)
+    assert ledger.streams("a") == [Stream(26 + 32, 16, 20, None, [1, 2, 3])]
+    alone.prefill_done(1.5)
+    book(ledger, [1, 2, 4], 2, at=2.0)
+    assert [stream.held_tokens for stream in ledger.streams("a")] == [26, 26], "another needs the prefix too"
+    assert [stream.began_at for stream in ledger.streams("a")] == [1.5, None]
+    alone.release()
+    assert [stream.held_tokens for stream in ledger.streams("a")] == [58]

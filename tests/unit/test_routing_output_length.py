@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, MODELS_MAX, OutputLength
+from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, MODELS_MAX, LengthProfile, OutputLength
 
 
 def test_the_mean_follows_what_is_observed_and_max_tokens_bounds_it() -> None:
@@ -25,3 +25,22 @@ def test_models_beyond_the_bound_are_not_learned() -> None:
         lengths.observe(f"m{number}", 100_000)
     assert lengths.expected("m0") > DEFAULT_OUTPUT_TOKENS
     assert lengths.expected(f"m{MODELS_MAX}") == DEFAULT_OUTPUT_TOKENS
+
+
+def test_what_is_left_is_the_mean_of_those_that_got_longer() -> None:
+    profile = LengthProfile([10] * 5 + [100, 200, 300], 80.0)
+    assert profile.left(0, 80) == (50 + 600) / 8
+    assert profile.left(50, 80) == 200 - 50
+    assert profile.left(150, 80) == 20, "too few were longer: a share of what was expected"
+    assert profile.left(20, 50) == 30, "bounded by its own max_tokens"
+    assert profile.left(49, 50) == 12.5
+    assert LengthProfile((), 0.0).left(30, 100) == 70
+
+
+def test_a_profile_follows_what_is_observed() -> None:
+    lengths = OutputLength()
+    assert lengths.profile("m").left(0, 128) == 128
+    for _ in range(300):
+        lengths.observe("m", 1000)
+    assert lengths.profile("m").left(900, lengths.expected("m")) == 100
+    assert lengths.profile("n").left(100, 128) == 32

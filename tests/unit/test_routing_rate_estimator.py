@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.routing.rate_estimator import SAMPLES_KEPT, SAMPLES_MIN, STALE_S, TRUST_RATIO, RateEstimator, settled
+from gateway.routing.rate_estimator import (
+    SAMPLES_KEPT,
+    SAMPLES_MIN,
+    STALE_S,
+    STRETCH_MAX,
+    TRUST_RATIO,
+    RateEstimator,
+    Stretch,
+    settled,
+)
 
 
 def test_too_few_say_nothing_and_a_stray_one_neither() -> None:
@@ -58,3 +67,18 @@ def test_what_measures_nothing_is_not_counted(tokens: int, seconds: float) -> No
 def test_a_report_counts_unless_it_is_far_from_what_is_seen(reported: float, observed: float,
                                                             reckoned: float) -> None:
     assert settled(reported, observed) == reckoned
+
+
+def test_stretch_is_the_mean_of_tokens_over_steps_within_bounds() -> None:
+    stretch = Stretch()
+    for _ in range(200):
+        stretch.saw(0.06, 0.02)
+    assert stretch.ratio == pytest.approx(3.0, rel=0.01)
+    stretch.saw(0.06, 0.0)
+    assert stretch.ratio == pytest.approx(3.0, rel=0.01)
+    for _ in range(500):
+        stretch.saw(100.0, 0.02)
+    assert stretch.ratio <= STRETCH_MAX
+    for _ in range(500):
+        stretch.saw(0.001, 0.02)
+    assert 1.0 <= stretch.ratio < 1.01

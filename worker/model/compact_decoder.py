@@ -113,8 +113,8 @@ class CompactDecoder:
 
         `see_hidden` is shown the last hidden states of all rows, normed as the head gets them.
         """
-        x = self._embedded(layout.token_ids[0])
-        ropes = [_signed(rope(x, layout.position_ids)) for rope in self.ropes]
+        x = self.embedded(layout.token_ids[0])
+        ropes = [signed_rope(rope(x, layout.position_ids)) for rope in self.ropes]
         for layer in self.layers:
             attention = layer.attention
             attended = attention.attend(layer.before_attention(x), ropes[attention.rope], attention_pass)
@@ -124,15 +124,17 @@ class CompactDecoder:
                     self.adapters.narrow(layout.logits_rows)
             x = layer.finish(x, attended)
         if see_hidden is None:
-            return self._head(self.final_norm(x))
+            return self.logits_of(self.final_norm(x))
         see_hidden(hidden := self.final_norm(x))
-        return self._head(hidden[layout.logits_rows])
+        return self.logits_of(hidden[layout.logits_rows])
 
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer gets."""
         x = self.embed(token_ids)
         return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states after the final norm."""
         logits = self.head(hidden)
         if self.logits_scaling != 1.0:
             logits = logits / self.logits_scaling
@@ -141,7 +143,7 @@ class CompactDecoder:
         return logits
 
 
-def _signed(rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def signed_rope(rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [rows, 1, dim], the first half of the sines negated: x * cos + roll(x) * sin turns x."""
     cos, sin = (each[0].unsqueeze(1) for each in rope)
     half = sin.shape[-1] // 2

@@ -106,7 +106,7 @@ class KVStorage:
         def gathered(store: torch.Tensor) -> torch.Tensor:
             return store.index_select(0, block_ids).flatten(0, 1).to(dtype)
 
-        return self._pair(layer, gathered, self.keys[layer], self.values[layer])
+        return self._pair(layer, gathered, (self.keys[layer], self.values[layer]))
 
     def gather_heads(self, layer: int, blocks: Blocks, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """These blocks head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`. To be read only:
@@ -124,7 +124,7 @@ class KVStorage:
                 return _in(dtype, by_head[0, blocks].view(1, -1, by_head.shape[-1]))
             return _in(dtype, by_head[:, blocks].flatten(1, 2).contiguous())
 
-        return self._pair(layer, gathered, *self.by_head[layer])
+        return self._pair(layer, gathered, self.by_head[layer])
 
     def clear(self, layer: int, block_ids: torch.Tensor) -> None:
         """Zero these blocks [n] whole."""
@@ -135,12 +135,12 @@ class KVStorage:
     def _value_in_key(self, layer: int) -> bool:
         return self.values[layer].data_ptr() == self.keys[layer].data_ptr()
 
-    def _pair(self, layer: int, gathered: Callable[[torch.Tensor], torch.Tensor], key_store: torch.Tensor,
-              value_store: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = gathered(key_store)
+    def _pair(self, layer: int, gathered: Callable[[torch.Tensor], torch.Tensor],
+              stores: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = gathered(stores[0])
         if self._value_in_key(layer):
-            return keys, keys[..., :value_store.shape[-1]]
-        return keys, gathered(value_store)
+            return keys, keys[..., :stores[1].shape[-1]]
+        return keys, gathered(stores[1])
 
 
 def _in(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,20 +10,49 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Meta
 
+from worker.prompt.request_schema import MAX_LABEL_CHARS
 from worker.prompt.requests import ChatRequest, parse_chat
 from worker.protocol.api_error import ApiError, invalid_request
 
 Json = dict[str, Any]
 MAX_BLOCKS = 16_384
 """Content blocks, or input items, of one body."""
-EXTRAS = ("cache_salt", "priority", "seed", "min_p", "min_tokens", "ignore_eos", "repetition_penalty",
-          "presence_penalty", "frequency_penalty", "logit_bias", "prompt_cache_key", "prompt_cache_retention",
-          "chat_template_kwargs")
-"""Our own fields of a chat body, accepted under the same names."""
+
+
+class OwnFields(msgspec.Struct, kw_only=True):
+    """Our own fields of a chat body, accepted under the same names. What each must be is the chat's to say."""
+
+    cache_salt: Any = None
+    priority: Any = None
+    seed: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+EXTRAS = OwnFields.__struct_fields__
+
+
+class ForeignBody(OwnFields, kw_only=True):
+    """What every foreign body has."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+    stream: bool | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
 
 
 class Event(NamedTuple):
@@ -150,7 +179,7 @@ def encoded(answer: Json) -> bytes:
     return msgspec.json.encode(answer)
 
 
-def given_extras(holder: msgspec.Struct) -> Json:
+def given_extras(holder: OwnFields) -> Json:
     """Those of EXTRAS that a body sets."""
     return {name: value for name in EXTRAS if (value := getattr(holder, name)) is not None}
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from worker.prompt.foreign_api import (
     ForeignApi,
+    ForeignBody,
     Json,
     Translated,
     content_of,
@@ -26,7 +26,7 @@ from worker.prompt.foreign_api import (
 )
 from worker.prompt.json_body import decode_body
 from worker.prompt.messages_answer import MessagesAnswer, messages_error
-from worker.prompt.request_schema import MAX_LABEL_CHARS, TokenCount
+from worker.prompt.request_schema import TokenCount
 from worker.protocol.api_error import invalid_request
 
 _ROLES = ("user", "assistant", "system")
@@ -35,16 +35,11 @@ _THINKING = ("thinking", "redacted_thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesBody(msgspec.Struct, kw_only=True):
-    model: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+class MessagesBody(ForeignBody, kw_only=True):
     max_tokens: TokenCount
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -56,19 +51,6 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     container: Any = None
     mcp_servers: Any = None
     context_management: Any = None
-    cache_salt: Any = None
-    priority: Any = None
-    seed: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CountBody(MessagesBody, kw_only=True):

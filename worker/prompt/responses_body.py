@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from worker.prompt.foreign_api import (
     ForeignApi,
+    ForeignBody,
     Json,
     Translated,
     content_of,
@@ -25,7 +26,7 @@ from worker.prompt.foreign_api import (
     text_of,
 )
 from worker.prompt.json_body import decode_body
-from worker.prompt.request_schema import MAX_LABEL_CHARS, MAX_LOGPROBS, TokenCount
+from worker.prompt.request_schema import MAX_LOGPROBS, TokenCount
 from worker.prompt.responses_answer import ResponsesAnswer
 from worker.protocol.api_error import ApiError, invalid_request
 
@@ -36,17 +37,12 @@ _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
-    model: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+class ResponsesBody(ForeignBody, kw_only=True):
     input: str | list[Any]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -65,19 +61,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     background: Any = None
     prompt: Any = None
     context_management: Any = None
-    cache_salt: Any = None
-    priority: Any = None
-    seed: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)

@@ -1,0 +1,101 @@
+"""When an endpoint will have room for one more prompt: its streams end one by one, and those before us go first.
+
+Owns the reckoning, no state. It must never read a clock or a ledger: streams come in as values, in the order in which
+they were sent there, which is the order of admission.
+
+A worker admits a prompt when the whole of it fits, first come first served. So: every stream that has begun gives its
+memory back when its answer is expected to end; each that waits takes what it needs as soon as it is there, and gives
+it back a life after its prompt has been computed; then it is our turn. Prompts are computed one after the other.
+
+Known approximations: memory that several streams share stays in use; what other gateways run there ends
+as our own streams do; what an answer holds grows no further while we wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
+
+
+class Stream(NamedTuple):
+    """One request on an endpoint. `held_tokens` is what it keeps there and nobody else does, half of its answer
+    included; `began_at` its first byte, None while it waits; `chain` the hashes of its prompt's blocks."""
+
+    held_tokens: int
+    prefill_tokens: int
+    output_tokens: int
+    began_at: float | None
+    chain: Sequence[int] = ()
+
+
+class Tenancy(NamedTuple):
+    """What the reckoning needs of an endpoint. `free_tokens` are left when all that waits has been let in, below zero
+    when there is not enough for it; `reserve_tokens` it keeps free while anybody runs; `token_s` computes a token of
+    a prompt, `pace_s` generates one; `lengths` are those of answers; each of `streams` stands
+    for `scale` of those that really run there."""
+
+    streams: Sequence[Stream]
+    free_tokens: float
+    reserve_tokens: float
+    token_s: float
+    pace_s: float
+    now: float
+    lengths: LengthProfile = UNKNOWN_LENGTHS
+    scale: float = 1.0
+
+
+def held_blocks(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> int:
+    """How many of the first `depth` blocks of this prompt a stream keeps in memory.
+
+    Hashes are chained: equal at one block, equal before it.
+    """
+    held = 0
+    for stream in streams:
+        low, high = held, min(depth, len(stream.chain))
+        if low < high and stream.chain[low] == chain[low]:
+            while low < high:
+                middle = (low + high + 1) // 2
+                if stream.chain[middle - 1] == chain[middle - 1]:
+                    low = middle
+                else:
+                    high = middle - 1
+            held = low
+    return held
+
+
+def begins_in_s(tenancy: Tenancy, needed_tokens: float) -> tuple[float, float]:
+    """Seconds until a prompt that needs so much memory would be computed, if it were sent there now; and how many
+    tokens would be missing even when everybody who was sent there before has ended."""
+    streams, free, reserve, token_s, pace_s, now, lengths, scale = tenancy
+    waiting: list[tuple[float, Stream]] = []
+    ends: list[tuple[float, float]] = []
+    for stream in streams:
+        held = stream.held_tokens * scale
+        if stream.began_at is None:
+            waiting.append((held, stream))
+            free += held
+        else:
+            generated = (now - stream.began_at) / pace_s
+            ends.append((lengths.left(generated, stream.output_tokens) * pace_s, held))
+    heapify(ends)
+    room_at = computed_at = 0.0
+    for held, stream in waiting:
+        least = held - 0.5 * stream.output_tokens * scale   # its answer comes later
+        while ends and free - reserve < least:
+            room_at, freed = _next_end(ends, room_at)
+            free += freed
+        computed_at = max(computed_at, room_at) + stream.prefill_tokens * token_s
+        free -= held
+        heappush(ends, (computed_at + stream.output_tokens * pace_s, held))
+    while ends and free - reserve < needed_tokens:
+        room_at, freed = _next_end(ends, room_at)
+        free += freed
+    return max(computed_at, room_at), max(0.0, needed_tokens - free)
+
+
+def _next_end(ends: list[tuple[float, float]], room_at: float) -> tuple[float, float]:
+    end_at, freed = heappop(ends)
+    return max(end_at, room_at), freed
