@@ -196,8 +196,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     session_s = SESSION_BONUS_TOKENS * token_s if in_session else 0.0
     total_s = prefill_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
     # As CandidateCost(...), in a sixth of the time.
-    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, doubt_s, others_s,
-                                      evict_s, price_s, session_s, matched, uncached, queued, num_active))
+    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, doubt_s,
+                                      others_s, evict_s, price_s, session_s, matched, uncached, queued, num_active))
 
 
 def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loads: Mapping[str, LoadView],
