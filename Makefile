@@ -64,13 +64,13 @@ bench: dev
 	$(PY) -m loadtests.bench.routing $(ARGS)
 
 # The prefix index and the tokeniser beside others. DYNAMO: an interpreter that has ai-dynamo-runtime, of an environment
-# of its own. TOKENIZERS: folders with a tokenizer.json. What is not given is left out, and said so.
+# of its own. TOKENIZERS: folders with a tokenizer.json; without it those in the cache folder. TEXT: a long text in place of
+# the standard library's source. What is not there is left out, and said so. ARGS="--out FILE" keeps the report.
 DYNAMO     ?=
 TOKENIZERS ?=
-TEXT       ?= loadtests/LOG.md
-bench-routing: bench
-	$(PY) -m loadtests.bench.index $(if $(DYNAMO),--dynamo $(DYNAMO)) $(INDEX_ARGS)
-	$(if $(TOKENIZERS),$(PY) -m loadtests.bench.tokenize $(TOKENIZERS) --text $(TEXT),@echo "tokeniser left out: no TOKENIZERS=folders")
+TEXT       ?=
+bench-routing: dev
+	$(PY) -m loadtests.bench.routing_report $(if $(DYNAMO),--dynamo $(DYNAMO)) $(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 # Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev

@@ -63,14 +63,19 @@ class BlockTree:
 
     def append_one(self, parent: int, block_hash: int, holder_set: int) -> int:
         """A new block below `parent`, in `holder_set`."""
-        if not self._free:
+        free, first_child, leaves = self._free, self.first_child, self.leaves
+        if not free:
             self._grow()
-        block = self._free.pop()
+        block = free.pop()
         self.names.insert(block_hash, block)
         self.parent[block] = parent
         self.set_of[block] = holder_set
-        self._link_first(block, parent)
-        self.leaves[block] = None
+        if first_child[parent]:
+            self._link_first(block, parent)
+        else:  # as there, in the order of a chain that grows
+            first_child[parent] = block
+            leaves.pop(parent, None)
+        leaves[block] = None
         return block
 
     def append(self, parent: int, hashes: Sequence[int], holder_set: int) -> list[int]:

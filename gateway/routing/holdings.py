@@ -46,6 +46,16 @@ class Holdings:
         if sets.claimed[holder_set] != sets.reached[holder_set]:
             claims.num_unreached += count
 
+    def append_one(self, claims: Claims, parent: int, block_hash: int) -> None:
+        """A new block below `parent`, claimed by `claims` alone. Mostly the parent is so too, and its set will do."""
+        sets, bits = self.sets, claims.bits
+        number = self._tree.set_of[parent]
+        if sets.reached[number] != bits or sets.claimed[number] != bits:
+            number = self.fresh_set(parent, bits)
+            claims.num_unreached += sets.reached[number] != bits
+        sets.num_blocks[number] += 1
+        self._tree.append_one(parent, block_hash, number)
+
     def grant(self, claims: Claims, blocks: Sequence[int], bits: int) -> None:
         """`blocks`, a chain, become claimed for `bits`: those reach that are reached, and below where claims wait."""
         set_of, sets, mine = self._tree.set_of, self.sets, claims.bits

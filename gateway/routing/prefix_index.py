@@ -81,6 +81,11 @@ class PrefixIndex:
             return 0
         claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
         shift = 0 if tier == "gpu" and not group else self._shift(tier, group)
+        if len(hashes) == 1 and not shift and not tree.find(hashes[0]):  # a decoding engine's events
+            self._holdings.append_one(claims, start, hashes[0])
+            claims.num_confirmed += 1
+            self._settle(1)
+            return 1
         bits = claims.bits if self._fast_lanes >> shift & 1 else claims.confirmed_bit | claims.any_bit
         known, is_cut = tree.known(start, hashes)
         num_stored = len(known)
@@ -296,10 +301,7 @@ class PrefixIndex:
     def _append(self, claims: Claims, parent: int, hashes: Sequence[int], bits: int) -> list[int]:
         """New blocks below `parent`, claimed for `bits`; the first of `hashes` is known to be unknown."""
         holder_set = self._holdings.fresh_set(parent, bits)
-        if len(hashes) == 1:
-            blocks = [self._tree.append_one(parent, hashes[0], holder_set)]
-        else:
-            blocks = self._tree.append(parent, hashes, holder_set)
+        blocks = self._tree.append(parent, hashes, holder_set)
         self._holdings.made(claims, holder_set, len(blocks))
         return blocks
 

@@ -3,8 +3,9 @@
     python -m loadtests.bench.agreement [--trace FILE] [--workers 2] [--load 0.4] [--out FILE]
 
 Workers on a seeded model are measured, a cost model is fitted to that, and the trace is sent to them through our
-gateway at a share of the saturation which the simulator reckons from that model. Then the simulator runs the same
-requests at the same instants with as many blocks a worker. The error of a figure is (simulated - live) / live.
+gateway at a share of the saturation which the simulator reckons from that model. They are measured again after each
+run, for a model of the whole time. With it the simulator runs the same requests at the same instants on as many
+blocks a worker. The error of a figure is (simulated - live) / live.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of as live_result
 from loadtests.provenance import provenance
 from loadtests.sim.cluster import Cluster, ClusterSettings
-from loadtests.sim.fit import Fit, fit
+from loadtests.sim.fit import DecodeStep, Fit, Prefill, fit, means
 from loadtests.sim.metrics import CacheBounds, cache_bounds, saturation_rate
 from loadtests.sim.metrics import result_of as simulated_result
 from loadtests.sim.policies import POLICIES
@@ -40,6 +41,7 @@ BLOCK_SIZE = 16
 PROMPT_MAX = 2000
 MAX_BATCH_TOKENS, MAX_RUNNING = 512, 64   # the worker's defaults
 CALIBRATION_ROUNDS = 4
+DRIFT_TOKENS = 512   # whose prefill says how much slower the machine became
 COMPARED = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "request_mean_s", "hit_token_ratio",
             "max_mean_load")
 
@@ -54,8 +56,8 @@ def shaped(trace: Trace, *, num_requests: int, output_max: int) -> Trace:
 async def compare(args: argparse.Namespace, trace: Trace, fleet: Fleet) -> dict[str, Any]:
     """Both results, and the errors."""
     about = provenance()
-    fitted = fit(await calibrate(fleet.urls, SERVED_NAME, rounds=CALIBRATION_ROUNDS, seed=args.seed),
-                 max_batch_tokens=MAX_BATCH_TOKENS, max_running=MAX_RUNNING)
+    samples = await calibrate(fleet.urls, SERVED_NAME, rounds=CALIBRATION_ROUNDS, seed=args.seed)
+    fitted = before = _fit(samples)
     blocks = int((await fleet.states())[0]["blocks"]["total"])
     bounds = cache_bounds(trace, blocks * args.workers)
     saturation = saturation_rate(trace, fitted.model, num_workers=args.workers, hit_ratio=bounds.one_cache_ratio,
@@ -65,14 +67,22 @@ async def compare(args: argparse.Namespace, trace: Trace, fleet: Fleet) -> dict[
     lives = []
     for number in range(args.rounds):
         lives.append(await _live(timed, fleet, bounds, f"round-{number}"))
+        samples += await calibrate(fleet.urls, SERVED_NAME, rounds=CALIBRATION_ROUNDS, seed=args.seed + number + 1)
+        fitted = _fit(samples)
     simulated = simulate(timed, fitted, num_workers=args.workers, num_blocks=blocks, bounds=bounds)
     live = {key: sum(one[key] for one in lives) / len(lives) for key in COMPARED}
     return {**about, "trace": trace.name, "requests": len(trace.requests), "workers": args.workers,
             "blocks_per_worker": blocks, "load": args.load, "rate_per_s": args.load * saturation, "seed": args.seed,
             "cost_model": asdict(fitted.model), "request_s": fitted.request_s,
-            "fit_mean_error_ratio": fitted.mean_error_ratio, "live": live, "live_rounds": lives,
+            "fit_mean_error_ratio": fitted.mean_error_ratio,
+            "slower_meanwhile": fitted.model.prefill_s(DRIFT_TOKENS) / before.model.prefill_s(DRIFT_TOKENS),
+            "live": live, "live_rounds": lives,
             "simulated": simulated,
             "error_ratio": {key: simulated[key] / live[key] - 1 if live[key] else None for key in COMPARED}}
+
+
+def _fit(samples: Sequence[Prefill | DecodeStep]) -> Fit:
+    return fit(means(samples), max_batch_tokens=MAX_BATCH_TOKENS, max_running=MAX_RUNNING)
 
 
 async def _live(timed: Trace, fleet: Fleet, bounds: CacheBounds, run_id: str) -> dict[str, Any]:
@@ -80,7 +90,7 @@ async def _live(timed: Trace, fleet: Fleet, bounds: CacheBounds, run_id: str) ->
     async with running_front("headstart", fleet, Programs()) as front:
         prompts = PromptMaker(PromptStyle(SERVED_NAME), BLOCK_SIZE)
         outcomes: Sequence[Outcome] = await Driver(Target(front.url), prompts, Pace(), run_id=run_id).run(timed)
-    return live_result(timed, outcomes, bounds, "live")
+    return live_result(outcomes, bounds, "live")
 
 
 def simulate(timed: Trace, fitted: Fit, *, num_workers: int, num_blocks: int, bounds: CacheBounds) -> dict[str, Any]:

@@ -191,6 +191,26 @@ def about() -> dict[str, str]:
             "python": platform.python_version(), "seed": str(SEED)}
 
 
+def measure(dynamo_python: str | None, num_claims: int) -> tuple[list[Figure], str]:
+    """The figures, and which Dynamo was among the arms, or why none was."""
+    arms: list[Arm] = [OurArm(random.Random(SEED)), DictArm(random.Random(SEED))]
+    dynamo = None if dynamo_python is None else DynamoArm(dynamo_python)
+    if dynamo is not None:
+        arms.append(dynamo)
+    measured = [*compared(arms), *memory_figures()]
+    if dynamo is not None:
+        dynamo.close()
+    if num_claims:
+        measured += large_figures(num_claims)
+    return measured, (f"ai-dynamo-runtime {dynamo.version}" if dynamo is not None
+                      else "left out: no interpreter that has ai-dynamo-runtime was named")
+
+
+def as_line(figure: Figure) -> str:
+    return (f"{figure.case:<78}{figure.arm:<20}{figure.best:>10.2f}{figure.median:>10.2f} median {figure.unit:<9}"
+            f"{figure.ratio:>8.2f}x")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.bench.index",
                                      description="The prefix index beside Dynamo's and a dict's.")
@@ -198,23 +218,10 @@ def main() -> None:
     parser.add_argument("--claims", type=int, default=1_000_000, help="size for our index alone; 0: not (1000000)")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     arguments = parser.parse_args()
-    arms: list[Arm] = [OurArm(random.Random(SEED)), DictArm(random.Random(SEED))]
-    facts = {**about(), "endpoints": str(NUM_ENDPOINTS), "blocks": str(NUM_BLOCKS)}
-    if arguments.dynamo is None:
-        facts["dynamo"] = "left out: no --dynamo PYTHON was given"
-        print(facts["dynamo"], file=sys.stderr)
-    else:
-        dynamo = DynamoArm(arguments.dynamo)
-        facts["dynamo"] = f"ai-dynamo-runtime {dynamo.version}"
-        arms.append(dynamo)
-    measured = [*compared(arms), *memory_figures()]
-    if arguments.dynamo is not None:
-        dynamo.close()
-    if arguments.claims:
-        measured += large_figures(arguments.claims)
-    for figure in measured:
-        print(f"{figure.case:<78}{figure.arm:<20}{figure.best:>10.2f}{figure.median:>10.2f} median {figure.unit:<9}"
-              f"{figure.ratio:>8.2f}x")
+    measured, dynamo = measure(arguments.dynamo, arguments.claims)
+    facts = {**about(), "endpoints": str(NUM_ENDPOINTS), "blocks": str(NUM_BLOCKS), "dynamo": dynamo}
+    print("\n".join(map(as_line, measured)))
+    print(f"dynamo: {dynamo}", file=sys.stderr)
     if arguments.out is not None:
         report = {"about": facts, "figures": [figure._asdict() for figure in measured]}
         arguments.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")

@@ -5,8 +5,9 @@
 Four workers on a seeded model, one thread each, are sent tau-bench conversations, open loop, at a share of the rate
 that saturates them (found first, by clients that ask without a pause). Every round sends the same requests at the
 same instants through each arm, beginning with the next arm; before each the workers' caches are emptied and the front
-is started afresh. Of our own arms the gateway's log tells for each request what was predicted and what was found.
-Routers with session affinity are told the session, ours is not.
+is started afresh. Figures leave out what was due during the warm-up, in which every prefix is computed for the first
+time; `from_the_start` has everything. Of our own arms the gateway's log tells for each request what was predicted and
+what was found. Routers with session affinity are told the session, ours is not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of
 from loadtests.live.sessions import overlapping, saturation_per_s, text_of
 from loadtests.provenance import provenance
-from loadtests.sim.metrics import CacheBounds, cache_bounds
+from loadtests.sim.metrics import cache_bounds
 from loadtests.tiny_model import write_tiny_model
 from loadtests.traces import Trace, load_trace
 
@@ -51,6 +52,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, trace: Trace, fleet: Fleet) -> None:
         self._args = args
         self._trace = trace
+        self._bounds = cache_bounds(trace, 1)
         self._fleet = fleet
         self._programs = Programs(args.sglang_router, args.vllm_router)
         self._prompts = PromptMaker(PromptStyle(SERVED_NAME, output_max=args.max_output), trace.block_size)
@@ -74,6 +76,7 @@ class Bench:
                 await self._one(arm, sent, number)
         return {**about, "trace": self._trace.name, "workers": len(self._fleet.workers), "load": self._args.load,
                 "saturation_per_s": saturation, "rate_per_s": rate, "span_s": self._args.span,
+                "warm_up_s": self._args.warm_up,
                 "rounds": self._args.rounds, "seed": self._args.seed, "max_output": self._args.max_output,
                 "kv_memory": self._args.kv_memory, "left_out": self.left_out,
                 "versions": {arm: self._programs.version(arm) for arm in self.arms},
@@ -88,7 +91,7 @@ class Bench:
             if front.child is not None:
                 self.hits[arm].add(await checked(front, outcomes, sent.block_size))
         self.outcomes[arm].append(outcomes)
-        result = result_of(sent, outcomes, CacheBounds(0.0, 0.0), arm)
+        result = self._figures(outcomes, arm)
         _say(f"round {number} {arm:<34} p50 {result['ttft_p50_s']:.3f} p90 {result['ttft_p90_s']:.3f} "
              f"hits {result['hit_token_ratio'] or 0:.1%} late {result['late']} errors {result['errors']}")
 
@@ -96,20 +99,24 @@ class Bench:
         """Pooled over the rounds, and ours over it: below 1 ours is better."""
         rounds = self.outcomes[arm]
         pooled, ours = self._pooled(arm), self._pooled(self.arms[0])
-        each = [_figures(self._trace, outcomes, arm) for outcomes in rounds]
-        first = [_figures(self._trace, outcomes, arm) for outcomes in self.outcomes[self.arms[0]]]
-        return {**pooled, "rounds": [{key: one[key] for key in (*QUANTILES, "hit_token_ratio")} for one in each],
+        each = [self._warm(outcomes, arm) for outcomes in rounds]
+        first = [self._warm(outcomes, arm) for outcomes in self.outcomes[self.arms[0]]]
+        whole = self._figures(list(chain.from_iterable(rounds)), arm)
+        return {**pooled, "from_the_start": {key: whole[key] for key in (*QUANTILES, "hit_token_ratio", "requests")},
+                "rounds": [{key: one[key] for key in (*QUANTILES, "hit_token_ratio")} for one in each],
                 "ours_over_it": {key: ours[key] / pooled[key] if pooled[key] else None for key in QUANTILES},
                 "ours_over_it_p90_by_round": [mine["ttft_p90_s"] / one["ttft_p90_s"] if one["ttft_p90_s"] else None
                                               for mine, one in zip(first, each, strict=True)],
                 "predicted_hits": self.hits[arm].as_dict() if arm in self.hits else None}
 
     def _pooled(self, arm: str) -> dict[str, Any]:
-        return _figures(self._trace, list(chain.from_iterable(self.outcomes[arm])), arm)
+        return self._warm(list(chain.from_iterable(self.outcomes[arm])), arm)
 
+    def _warm(self, outcomes: Sequence[Outcome], arm: str) -> dict[str, Any]:
+        return self._figures([outcome for outcome in outcomes if outcome.due_s >= self._args.warm_up], arm)
 
-def _figures(trace: Trace, outcomes: Sequence[Outcome], arm: str) -> dict[str, Any]:
-    return result_of(trace, outcomes, cache_bounds(trace, 1), arm)
+    def _figures(self, outcomes: Sequence[Outcome], arm: str) -> dict[str, Any]:
+        return result_of(outcomes, self._bounds, arm)
 
 
 def _say(line: str) -> None:
@@ -120,7 +127,7 @@ def as_table(report: dict[str, Any]) -> str:
     """Plain text, in the order of the arms."""
     lines = [f"{report['trace']}, {report['workers']} workers, {report['rate_per_s']:.1f} requests/s "
              f"({report['load']:.0%} of saturation), {report['rounds']} rounds, commit {report['commit']}",
-             f"{'':<34}{'p50':>8}{'p90':>8}{'p99':>8}  seconds{'hits':>9}{'load':>7}   ours / it, p90",]
+             f"{'':<34}{'p50':>8}{'p90':>8}{'p99':>8}  seconds{'hits':>9}{'load':>7}   ours / it, p90"]
     for arm in report["arms"]:
         lines.append(f"{arm['policy']:<34}{arm['ttft_p50_s']:>8.3f}{arm['ttft_p90_s']:>8.3f}{arm['ttft_p99_s']:>8.3f}"
                      f"{arm['hit_token_ratio'] or 0:>18.1%}{arm['max_mean_load'] or 0:>7.2f}"
@@ -153,6 +160,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--span", type=float, default=10.0, help="seconds of arrivals a run")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds of it that do not count")
     parser.add_argument("--load", type=float, default=0.85, help="share of saturation")
     parser.add_argument("--max-output", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=128, help="the model's width")

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +111,16 @@ def hash_figures() -> Iterator[Figure]:
         yield Figure("", len(token_ids), name, min(measured), statistics.median(measured), base / min(measured))
 
 
+def measure(folders: Sequence[Path], text: str) -> list[Figure]:
+    """Of every folder's tokenizer, and of hashing."""
+    return [*(figure for folder in folders for figure in tokenize_figures(folder, text)), *hash_figures()]
+
+
+def as_line(figure: Figure) -> str:
+    return (f"{figure.model:<32}{figure.num_tokens:>7} tokens  {figure.arm:<36}{figure.best_ms:>9.3f} ms"
+            f"{figure.median_ms:>9.3f} median{figure.ratio:>8.1f}x")
+
+
 def _about() -> dict[str, str]:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -127,11 +137,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     arguments = parser.parse_args()
     text = arguments.text.read_text(encoding="utf-8")
-    measured = [figure for folder in arguments.folders for figure in tokenize_figures(folder, text)]
-    measured += hash_figures()
-    for figure in measured:
-        print(f"{figure.model:<32}{figure.num_tokens:>7} tokens  {figure.arm:<36}{figure.best_ms:>9.3f} ms"
-              f"{figure.median_ms:>9.3f} median{figure.ratio:>8.1f}x")
+    measured = measure(arguments.folders, text)
+    print("\n".join(map(as_line, measured)))
     if arguments.out is not None:
         report = {"about": {**_about(), "text": arguments.text.name}, "figures": [row._asdict() for row in measured]}
         arguments.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import aiohttp
@@ -27,20 +25,12 @@ WARM_UP = 2
 
 
 async def calibrate(urls: Sequence[str], model: str, *, rounds: int, seed: int) -> list[Prefill | DecodeStep]:
-    """The medians over workers and rounds. Prompts are random, so nothing of them is cached."""
+    """Samples of every worker. Prompts are random, so nothing of them is cached."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         probes = [_Probe(http, url, model, random.Random(f"{seed} {number}")) for number, url in enumerate(urls)]
         await asyncio.gather(*(probe.prefill(PREFILLS[-1]) for probe in probes for _ in range(WARM_UP)))
         measured = await asyncio.gather(*(probe.measure(rounds) for probe in probes))
-    return _medians([sample for samples in measured for sample in samples])
-
-
-def _medians(samples: Sequence[Prefill | DecodeStep]) -> list[Prefill | DecodeStep]:
-    """One sample for each size: what others do on the machine only ever adds."""
-    alike: defaultdict[Prefill | DecodeStep, list[float]] = defaultdict(list)
-    for sample in samples:
-        alike[replace(sample, seconds=0.0)].append(sample.seconds)
-    return [replace(sample, seconds=statistics.median(seconds)) for sample, seconds in alike.items()]
+    return [sample for samples in measured for sample in samples]
 
 
 class _Probe:
@@ -64,14 +54,14 @@ class _Probe:
         return Prefill(length, answer.ttft_s)
 
     async def _step(self, num_streams: int, context: int) -> DecodeStep:
-        """The median gap of streams that run together, from when all of them run."""
+        """The mean gap of streams that run together, from when all of them run."""
         answers = await asyncio.gather(*(self._ask(context, STREAM_TOKENS) for _ in range(num_streams)))
         all_run_at = max(answer.ttft_s for answer in answers)
         gaps = [later - earlier for answer in answers
                 for earlier, later in pairwise(answer.token_at_s) if earlier >= all_run_at]
         if not gaps:
             gaps = [answer.seconds_per_token for answer in answers]
-        return DecodeStep(num_streams, context + STREAM_TOKENS / 2, statistics.median(gaps))
+        return DecodeStep(num_streams, context + STREAM_TOKENS / 2, statistics.fmean(gaps))
 
     async def _ask(self, length: int, max_tokens: int) -> TimedAnswer:
         prompt = [self._draw.randrange(TOKENS_FROM, TOKENS_TO) for _ in range(length)]

@@ -12,12 +12,11 @@ from typing import Any
 from loadtests.live.driver import LATE_S, Outcome
 from loadtests.sim.metrics import CacheBounds, quantile
 from loadtests.streaming_client import TimedAnswer
-from loadtests.traces import Trace
 
 ERROR_KINDS_MAX = 32
 
 
-def result_of(trace: Trace, outcomes: Sequence[Outcome], bounds: CacheBounds, label: str) -> dict[str, Any]:
+def result_of(outcomes: Sequence[Outcome], bounds: CacheBounds, label: str) -> dict[str, Any]:
     """One entry of `policies`. Figures of answered requests; a count that no answer told is None."""
     well = [outcome for outcome in outcomes if outcome.answer is not None]
     ttft = sorted(outcome.ttft_s for outcome in well if outcome.ttft_s is not None)

@@ -6,8 +6,10 @@ with a small model computing is the larger of the two at any number of rows.
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +68,15 @@ def fit(samples: Sequence[Prefill | DecodeStep], *, max_batch_tokens: int, max_r
                       token_s=token_s, pair_s=pair_s, context_s=context_s, row_s=row_s,
                       max_batch_tokens=max_batch_tokens, max_running=max_running)
     return Fit(model, request_s, float(np.abs(terms @ found - 1).mean()), len(samples))
+
+
+def means(samples: Sequence[Prefill | DecodeStep]) -> list[Prefill | DecodeStep]:
+    """One sample for each size. Not the median: on a machine that others use, stalls are a part of what requests
+    wait for."""
+    alike: defaultdict[Prefill | DecodeStep, list[float]] = defaultdict(list)
+    for sample in samples:
+        alike[replace(sample, seconds=0.0)].append(sample.seconds)
+    return [replace(sample, seconds=statistics.fmean(seconds)) for sample, seconds in alike.items()]
 
 
 def _not_negative(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from loadtests.live.driver import Outcome
 from loadtests.live.prompts import WORDS, PromptMaker, PromptStyle
+from loadtests.live.report import as_table, replay_report
 from loadtests.live.results import ERROR_KINDS_MAX, errors_of, num_workers_of, result_of
 from loadtests.live.server_metrics import counted_between, counters_in
 from loadtests.sim.metrics import CacheBounds
@@ -17,7 +18,6 @@ from loadtests.streaming_client import TimedAnswer
 from loadtests.traces import Message, Trace, TraceRequest
 
 REQUEST = TraceRequest(0.0, 40, 5, (1, 2))
-TRACE = Trace("t", "synthetic", 16, (REQUEST,))
 CHAINS = st.lists(st.integers(0, 3), max_size=6)
 
 
@@ -70,7 +70,7 @@ def outcome(index: int, *, error: str | None = None, worker: str | None = "w0", 
 
 def test_figures_count_from_when_a_request_was_due() -> None:
     outcomes = [outcome(0), outcome(1, cached=32, worker="w1"), outcome(2, error="429 queue_full")]
-    result = result_of(TRACE, outcomes, CacheBounds(0.5, 0.5), "live")
+    result = result_of(outcomes, CacheBounds(0.5, 0.5), "live")
     assert (result["ttft_p50_s"], result["requests"], result["failed"]) == (0.75, 2, 1)
     assert result["hit_token_ratio"] == 48 / 80
     assert (result["inter_token_p50_s"], result["inter_token_max_s"]) == pytest.approx((0.2, 0.3))
@@ -79,6 +79,13 @@ def test_figures_count_from_when_a_request_was_due() -> None:
     assert result["prediction"] == {"compared": 2, "equal": 1, "too_much": 0, "too_little": 1,
                                     "mean_absolute_tokens": 8.0}
     assert num_workers_of(outcomes) == 2
+
+
+@pytest.mark.parametrize(("cached", "is_odd"), [(16, True), (0, False)])
+def test_more_hits_than_the_trace_has_are_remarked_on(cached: int, is_odd: bool) -> None:
+    trace, about = Trace("t", "synthetic", 16, (REQUEST,)), {"url": "u", "model": "m", "seed": 0}
+    table = as_table(replay_report(trace, [outcome(0, cached=cached)], about, label="live"))
+    assert ("another --seed" in table) == is_odd
 
 
 def test_kinds_of_errors_are_bounded() -> None:
