@@ -28,6 +28,8 @@ def _url_problem(url: str) -> str | None:
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         whole = False
+    if "@" in url:      # not repeated here, nor by --print-config
+        return "should hold no user and no password; what an engine asks for is its `api_key` in [[workers]]"
     return None if whole else f"should look like http://host:port, got {url!r}"
 
 

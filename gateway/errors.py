@@ -30,6 +30,10 @@ def worker_failed(detail: str) -> ApiError:
     return ApiError(502, "worker_failed", detail)
 
 
+def internal_error(request_id: str) -> ApiError:
+    return ApiError(500, "internal_error", f"The gateway failed on this request ({request_id}); its log says why.")
+
+
 def gateway_stopping() -> ApiError:
     return worker_failed("The gateway is stopping and could not wait for the rest of this answer; send it again.")
 

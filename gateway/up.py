@@ -54,7 +54,7 @@ async def _run(plan: UpPlan, admin_token: str, token_place: str) -> int:
     supervisor = Supervisor(specs, say=_say)
     supervisor.start()
     stopping = asyncio.create_task(asked.get())
-    up = asyncio.create_task(_until_ready(plan, specs))
+    up = asyncio.create_task(_until_ready(plan, specs, admin_token))
     first: list[asyncio.Future[Any]] = [stopping, up, supervisor.failed]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if up.done() and not stopping.done() and not supervisor.failed.done():
@@ -86,16 +86,29 @@ async def _stop(supervisor: Supervisor, plan: UpPlan, signum: signal.Signals,
     impatient.cancel()
 
 
-async def _until_ready(plan: UpPlan, specs: Sequence[ChildSpec]) -> None:
-    """Returns when the gateway and every worker say so; on a terminal, shows the wait."""
+async def _until_ready(plan: UpPlan, specs: Sequence[ChildSpec], admin_token: str) -> None:
+    """Returns when the gateway and every worker say so, and the gateway knows every worker: it is ready itself from
+    the first one on. On a terminal, shows the wait."""
     waiting = [f"{plan.ops_url}/readyz", *(f"{url}/readyz" for url in worker_urls(specs))]
     total, started_at = len(waiting), time.monotonic()
     async with _session() as http:
-        while waiting:
+        while True:
             waiting = [url for url in waiting if not await _answers(http, url)]
-            _progress(total - len(waiting), total, time.monotonic() - started_at)
-            if waiting:
-                await asyncio.sleep(POLL_S)
+            is_over = not waiting and await _knows_all(http, plan, admin_token)
+            _progress(total - len(waiting), total, time.monotonic() - started_at, end="\n" if is_over else "")
+            if is_over:
+                return
+            await asyncio.sleep(POLL_S)
+
+
+async def _knows_all(http: aiohttp.ClientSession, plan: UpPlan, admin_token: str) -> bool:
+    headers = {"Authorization": f"Bearer {admin_token}"}
+    try:
+        async with http.get(f"{plan.ops_url}/admin/workers", headers=headers) as response:
+            rows = (await response.json())["workers"]
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+    return all(row["state"] != "unready" for row in rows)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
@@ -148,9 +161,8 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _progress(done: int, total: int, elapsed_s: float) -> None:
+def _progress(done: int, total: int, elapsed_s: float, *, end: str) -> None:
     if sys.stderr.isatty():
-        end = "\n" if done == total else ""
         line = f"\rstarting: {done} of {total} processes ready, {elapsed_s:.0f} s "
         print(line, end=end, file=sys.stderr, flush=True)
 

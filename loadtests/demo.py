@@ -28,6 +28,7 @@ from loadtests.local_stack import StackError, running_stack, running_worker
 from loadtests.streaming_client import AnswerError, TimedAnswer, timed_chat
 
 NUM_CUSTOMERS = 4
+REQUESTS_MIN = 2 * NUM_CUSTOMERS
 ANSWER_TOKENS = 8  # of the TTFT requests; the 300-token answers are separate
 BLOCK_SIZE = 16
 CURVE_PROMPT_TOKENS = 64
@@ -64,7 +65,11 @@ class DemoReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.requests < REQUESTS_MIN:
+        parser.error(f"--requests should be at least {REQUESTS_MIN}: {NUM_CUSTOMERS} customers ask in turn, and who "
+                     "comes for the first time finds nothing")
     try:
         report = _run(args)
     except (AnswerError, StackError, aiohttp.ClientError) as error:

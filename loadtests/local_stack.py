@@ -74,6 +74,14 @@ class Child:
                 raise StackError(f"workers after {timeout_s:.0f} s: {', '.join(states)}:\n{self.log_tail()}")
             time.sleep(POLL_S)
 
+    def wait_workers_known(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """As wait_ready, until the gateway has understood every worker, also one that it will not use."""
+        deadline = time.monotonic() + timeout_s
+        while "unready" in (states := self._worker_states()):
+            if time.monotonic() >= deadline:
+                raise StackError(f"workers after {timeout_s:.0f} s: {', '.join(states)}:\n{self.log_tail()}")
+            time.sleep(POLL_S)
+
     def _worker_states(self) -> list[str]:
         headers = {"Authorization": f"Bearer {self.admin_token}"}
         request = urllib.request.Request(f"{self.url}/admin/workers", headers=headers)

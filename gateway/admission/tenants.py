@@ -13,12 +13,14 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from gateway import errors
 from gateway.admission.budget import Budget
 
 HASH_PREFIX = "sha256:"
 KEY_MAX_CHARS = 512
+SCOPES_REMEMBERED = 1024
 _BUCKET_BYTES = 8
 _NOBODY = b"\0" * hashlib.sha256().digest_size
 
@@ -48,6 +50,11 @@ class Tenant:
     models: frozenset[str] | None = None
     limits: TenantLimits = NO_LIMITS
 
+    @property
+    def text_scope(self) -> str:
+        """By what those are named who may notice that a text was tokenised before; a body's salt goes behind it."""
+        return _text_scope(self.sharing_group)
+
     def may_use(self, model: str) -> bool:
         """Whether this model is allowed."""
         return self.models is None or model in self.models
@@ -56,7 +63,6 @@ class Tenant:
         """ApiError 403 unless allowed, whether or not the model exists: what others may use is not told."""
         if not self.may_use(model):
             raise errors.model_forbidden(model)
-
 
     def check_priority(self, priority: int) -> None:
         """ApiError 403 for a request that wants to go before what its tenant may."""
@@ -67,6 +73,11 @@ class Tenant:
 
 ANYONE = Tenant("", b"")
 """Everybody, when no keys are configured: one tenant, one cache."""
+
+
+@lru_cache(SCOPES_REMEMBERED)
+def _text_scope(sharing_group: bytes) -> str:
+    return sharing_group.hex() + "/"
 
 
 def own_group(tenant_id: str) -> bytes:

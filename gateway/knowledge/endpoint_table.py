@@ -20,6 +20,7 @@ from gateway.knowledge.engines.headstart import WorkerReport
 from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
+from gateway.routing.others_share import OthersShare
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme
 
 
@@ -68,6 +69,7 @@ class Endpoint:
     drain_requested: bool = False
     report: WorkerReport | None = None
     own_load_at_report: LoadView = NO_LOAD
+    others: OthersShare = field(default_factory=OthersShare)
     scheme: HashScheme | None = None
     parity: ParityReport | None = None
     feed: FeedStatus = field(default_factory=FeedStatus)
@@ -126,7 +128,8 @@ class Endpoint:
         """The snapshot that routing decides on, with `own_load` now in the ledger. Only for one that has joined.
 
         A report is up to an interval old. Whatever of ours has ended since is taken off it, or a worker that has just
-        answered would look busy until the next poll, and its own next turn would be sent elsewhere.
+        answered would look busy until the next poll, and its own next turn would be sent elsewhere. Where it counts
+        more than was ours, the rest is somebody else's, and what is new of ours comes on top.
         """
         if own_load is self._view_load and self._view_key[3:] == (self.feed.in_sequence, _Changes.count):
             assert self._view is not None, "a load without its view"
@@ -135,9 +138,11 @@ class Endpoint:
         assert report is not None, "routing was shown a worker that never answered"
         assert self.joined_epoch is not None, "routing was shown a worker that has not joined"
         blocks, load, before = report.blocks, report.load, self.own_load_at_report
-        num_ended = max(0, before.num_inflight - own_load.num_inflight)
-        prefill_done = max(0, before.queued_prefill_tokens - own_load.queued_prefill_tokens)
-        context_gone = max(0, before.decode_context_tokens - own_load.decode_context_tokens)
+        num_ended = before.num_inflight - own_load.num_inflight
+        prefill_done = before.queued_prefill_tokens - own_load.queued_prefill_tokens
+        context_gone = before.decode_context_tokens - own_load.decode_context_tokens
+        if load.running + load.waiting <= before.num_inflight:   # all is ours: the ledger has what is new
+            num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
         key = (num_ended, prefill_done, context_gone, self.feed.in_sequence, _Changes.count)
         object.__setattr__(self, "_view_load", own_load)  # remembered, which is no change
         if self._view is not None and self._view_key == key:
@@ -149,13 +154,13 @@ class Endpoint:
             prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
             blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
             max_context=report.max_context,
-            kv_usage_ratio=self.kv_usage_ratio, num_running=max(0, load.running - num_ended),
-            num_waiting=max(0, load.waiting - max(0, num_ended - load.running)),
+            kv_usage_ratio=self.kv_usage_ratio, num_running=max(0, load.running - max(0, num_ended)),
+            num_waiting=max(0, load.waiting - max(min(0, num_ended), num_ended - load.running)),
             waiting_prefill_tokens=max(0, load.waiting_prefill_tokens - prefill_done),
             running_prefill_tokens=max(0, load.running_prefill_tokens
                                        - max(0, prefill_done - load.waiting_prefill_tokens)),
             decode_context_tokens=max(0, load.decode_context_tokens - context_gone),
-            held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens)
+            held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens, others_ratio=self.others.ratio)
         object.__setattr__(self, "_view", view)
         object.__setattr__(self, "_view_key", key)
         return view

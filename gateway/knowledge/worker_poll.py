@@ -218,8 +218,9 @@ class WorkerPoll:
             endpoint.detail = seen.detail
             self._joining.left(endpoint.endpoint_id)
             return
-        endpoint.report = seen.report
-        endpoint.own_load_at_report = self._ledger.load(endpoint.endpoint_id)
+        own, load = self._ledger.load(endpoint.endpoint_id), seen.report.load
+        endpoint.others.saw(own.num_inflight, load.running + load.waiting)
+        endpoint.report, endpoint.own_load_at_report = seen.report, own
         if seen.joined is not None:
             await self._begin_life(endpoint, seen.joined)
         elif endpoint.compatible:

@@ -113,7 +113,7 @@ class Exchange:
     """One request's response: an UpstreamResponse once head_arrived() has returned."""
 
     __slots__ = ("_chunks", "_connection", "_deadline", "_failure", "_loop", "_num_buffered", "_parser", "_take",
-                 "_waiter", "connect_s", "got_bytes", "headers", "status")
+                 "_waiter", "connect_s", "got_bytes", "headers", "on_news", "status")
 
     def __init__(self, connection: Connection, parser: ResponseParser) -> None:
         self._connection: Connection | None = connection  # None once it has been given back or cut
@@ -129,6 +129,7 @@ class Exchange:
         self.got_bytes = False
         self.status = 0
         self.headers: dict[str, str] = {}
+        self.on_news: Callable[[], None] | None = None  # called whenever something has arrived, or an end
 
     # ---- the reader's side ---------------------------------------------------------------------------------------
 
@@ -157,6 +158,18 @@ class Exchange:
         if self._connection is not None:
             self._connection.resume()
         return chunk
+
+    def whole(self) -> bytes | None:
+        """The body, if the whole response is here and well; None while it is not, or is known to have failed."""
+        if not self._parser.is_complete or self._failure is not None or self._parser.head is None:
+            return None
+        self.status, self.headers = self._parser.head
+        return b"".join(self._chunks)
+
+    @property
+    def has_body_or_end(self) -> bool:
+        """Whether there is something to read: body bytes, the end, or a failure."""
+        return bool(self._chunks) or self._connection is None
 
     def close(self) -> None:
         """See UpstreamResponse."""
@@ -235,3 +248,5 @@ class Exchange:
         self._take = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        elif self.on_news is not None:
+            self.on_news()

@@ -63,16 +63,26 @@ class PooledUpstream:
 
     async def open(self, request: UpstreamRequest) -> UpstreamResponse:
         """See Upstream."""
+        return await self.follow(self.send_at_once(request), request)
+
+    def send_at_once(self, request: UpstreamRequest) -> Exchange | None:
+        """The request on its way over a kept connection; None when there is none. For follow(), sooner or later."""
         origin, beginning = self._target(request)
-        head = _request_head(beginning, request)
         connection = self._take_idle(origin)
-        if connection is not None:
-            exchange = connection.send(head, request.body, is_head=request.method == "HEAD")
+        if connection is None:
+            return None
+        return connection.send(_request_head(beginning, request), request.body, is_head=request.method == "HEAD")
+
+    async def follow(self, exchange: Exchange | None, request: UpstreamRequest) -> UpstreamResponse:
+        """The rest of open() after send_at_once()."""
+        if exchange is not None:
             try:
                 return await _answered(exchange)
             except UpstreamFailure:
                 if exchange.got_bytes:
                     raise
+        origin, beginning = self._target(request)
+        head = _request_head(beginning, request)
         began_at = time.perf_counter()
         connection = await self._connect(origin)
         connect_s = time.perf_counter() - began_at

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway import errors
-from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, UpstreamRequest, UpstreamResponse
+from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, UpstreamResponse
 from worker.protocol.api_error import ApiError
 
 MAX_REFUSAL_BYTES = 64 * 1024
@@ -57,7 +57,7 @@ class AttemptFailed(Exception):
 
 
 class Attempt(Protocol):
-    """A booked worker: what to send, and how to undo the booking."""
+    """A booked worker: how to ask it, and how to undo the booking."""
 
     @property
     def endpoint_id(self) -> str:
@@ -65,8 +65,12 @@ class Attempt(Protocol):
         ...
 
     @property
-    def upstream_request(self) -> UpstreamRequest:
-        """What to send it."""
+    def waited_s(self) -> float:
+        """How long it has been asked already."""
+        ...
+
+    async def open(self, upstream: Upstream) -> UpstreamResponse:
+        """Ask it, or go on where it has been asked already. UpstreamFailure."""
         ...
 
     def is_lost(self) -> bool:
@@ -92,7 +96,7 @@ async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float
     worker_id = attempt.endpoint_id
     try:
         async with _Lookout(attempt, timeout_s, timeout_reason):
-            response, chunk = await _open(upstream, attempt.upstream_request)
+            response, chunk = await _open(upstream, attempt)
     except UpstreamFailure as failure:
         lost = errors.worker_failed(f"Worker {worker_id} could not be reached ({failure.kind.value}).")
         raise AttemptFailed(failure.kind.value, lost, same_worker=failure.kind is FailureKind.RESET) from failure
@@ -115,8 +119,9 @@ class _Lookout:
         assert task is not None, "requests are answered in tasks"
         self._task, self._loop = task, asyncio.get_running_loop()
         self._cancelling = task.cancelling()
-        self._due_at = self._loop.time() + self._timeout_s
-        self._timer = self._loop.call_later(min(LOST_LOOK_S, self._timeout_s), self._look)
+        left_s = max(0.0, self._timeout_s - self._attempt.waited_s)
+        self._due_at = self._loop.time() + left_s
+        self._timer = self._loop.call_later(min(LOST_LOOK_S, left_s), self._look)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
@@ -139,8 +144,8 @@ class _Lookout:
         self._task.cancel()
 
 
-async def _open(upstream: Upstream, request: UpstreamRequest) -> Opened:
-    response = await upstream.open(request)
+async def _open(upstream: Upstream, attempt: Attempt) -> Opened:
+    response = await attempt.open(upstream)
     try:
         return response, await response.read_chunk()
     except BaseException:
@@ -185,8 +190,9 @@ async def _read_refusal(response: UpstreamResponse, chunk: bytes) -> Refusal:
 
 @dataclass(slots=True)
 class Walk:
-    """From worker to worker: those tried, and why the last one failed."""
+    """From worker to worker: those tried, and why the last one failed. `begun`: who has been asked already."""
 
+    begun: Attempt | None = None
     tried: set[str] = field(default_factory=set)
     last: AttemptFailed | None = None
     num_failed: int = 0
@@ -226,6 +232,9 @@ async def answer_from_any(upstream: Upstream, choose: Choose, *, max_retries: in
 
 def _next_attempt(choose: Choose, walk: Walk) -> Attempt | None:
     last = walk.last
+    if walk.begun is not None:
+        begun, walk.begun = walk.begun, None
+        return begun
     attempt = choose(frozenset(walk.tried), last)
     if attempt is None and last is not None and last.same_worker:
         # A connection may break without the worker being to blame. Alone, the worker gets another try.

@@ -3,7 +3,7 @@
 Owns the formula and its constants. It must never read a clock, the index or the ledger: everything comes in as
 values.
 
-    total_s = prefill_s + queue_s + steps_s + room_s + others_s + evict_s + price_s - session_s
+    total_s = prefill_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
 
 Until our first token:
     prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to; what has to be loaded
@@ -12,6 +12,7 @@ Until our first token:
     steps_s    decode steps in between: half of the one that runs, and one for each batch of prefill
     room_s     waiting for memory beyond that, when the prompt does not fit beside what streams hold: until enough of
                them have ended and all that was sent there before has been let in (memory_wait.py)
+    doubt_s    what other gateways may have sent there since its report, which we shall meet
 Cost to others:
     others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
                middle of an answer counts a part of a second that the first token is late
@@ -65,6 +66,8 @@ ROOM_KEPT_RATIO = 0.01
 ROOM_DOUBT_RATIO = 0.05
 # How likely an evicted block is to be asked for again.
 EVICTED_REUSE_RATIO = 0.2
+# What may be met of others' unseen work where all work is theirs, in lives of a stream.
+OTHERS_DOUBT_RATIO = 0.2
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
 # Keeps a least cost under the cost when both are rounded.
@@ -111,6 +114,7 @@ class CandidateCost(NamedTuple):
     queue_s: float
     steps_s: float
     room_s: float
+    doubt_s: float
     others_s: float
     evict_s: float
     price_s: float
@@ -187,12 +191,13 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
                              free_tokens=available)
         evicted = uncached + output - (free if free > 0 else 0)
         evict_s = EVICTED_REUSE_RATIO * evicted * token_s if evicted > 0 else 0.0
+    doubt_s = OTHERS_DOUBT_RATIO * view.others_ratio * output * step_s * work.stretch if view.others_ratio else 0.0
     price_s = min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0
     session_s = SESSION_BONUS_TOKENS * token_s if in_session else 0.0
-    total_s = prefill_s + queue_s + steps_s + room_s + others_s + evict_s + price_s - session_s
+    total_s = prefill_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
     # As CandidateCost(...), in a sixth of the time.
-    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, others_s,
-                                      evict_s, price_s, session_s, matched, uncached, queued, num_active))
+    return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, doubt_s,
+                                      others_s, evict_s, price_s, session_s, matched, uncached, queued, num_active))
 
 
 def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loads: Mapping[str, LoadView],

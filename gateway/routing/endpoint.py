@@ -27,6 +27,7 @@ class EndpointView:
     `blocks_free` hold nothing, `blocks_cached` hold something nobody uses and may be evicted; all others are in use.
     `held_tokens_at_report` is the ledger's `held_tokens` as of the report, less what waited there for room and so was
     still free: what is held now beyond it is new.
+    `others_ratio` is the share of its work that comes from elsewhere (others_share.py).
     `price_s` is what an operator or a breaker adds, in seconds; cost.py bounds it.
     """
 
@@ -50,4 +51,5 @@ class EndpointView:
     running_prefill_tokens: int = 0
     decode_context_tokens: int = 0
     held_tokens_at_report: int = 0
+    others_ratio: float = 0.0
     price_s: float = 0.0

@@ -38,7 +38,7 @@ class Sighting(NamedTuple):
 
 @dataclass(slots=True)
 class HotPrefix:
-    """`score` is as of `last_at`."""
+    """`score` is as of `last_at`. `rank` orders scores as they are at any instant, without asking for one."""
 
     model: str
     chain: tuple[int, ...]
@@ -49,6 +49,7 @@ class HotPrefix:
     num_hits: int
     score: float
     last_at: float
+    rank: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +57,12 @@ class HotPrefix:
 
     def token_ids(self) -> list[int]:
         return unpack_tokens(self.packed_tokens)
+
+    def hit(self, now: float) -> None:
+        """Once more."""
+        self.score, self.last_at = self.score_at(now) + 1, now
+        self.rank = math.log2(self.score) + now / HALF_LIFE_S
+        self.num_hits += 1
 
     def score_at(self, now: float) -> float:
         return self.score * math.exp2((self.last_at - now) / HALF_LIFE_S)
@@ -85,8 +92,7 @@ class HotPrefixes:
         key = sighting.chain[sighting.depth - 1]
         prefix = self._prefixes.get(key)
         if prefix is not None:
-            prefix.score, prefix.last_at = prefix.score_at(now) + 1, now
-            prefix.num_hits += 1
+            prefix.hit(now)
         elif key in self._seen:
             del self._seen[key]
             self._add(key, sighting, now)
@@ -108,11 +114,12 @@ class HotPrefixes:
         num_tokens = sighting.depth * sighting.block_size
         if num_tokens > self._tokens_max:
             return
-        self._prefixes[key] = HotPrefix(
+        prefix = self._prefixes[key] = HotPrefix(
             sighting.model, tuple(sighting.chain[:sighting.depth]), pack_tokens(sighting.token_ids[:num_tokens]),
-            sighting.block_size, sighting.salt, sighting.salt_from, num_hits=2, score=2.0, last_at=now)
+            sighting.block_size, sighting.salt, sighting.salt_from, num_hits=1, score=1.0, last_at=now)
+        prefix.hit(now)
         self._num_tokens += num_tokens
         while len(self._prefixes) > self._prefixes_max or self._num_tokens > self._tokens_max:
             coldest = min((other for other in self._prefixes if other != key),
-                          key=lambda other: self._prefixes[other].score_at(now))
+                          key=lambda other: self._prefixes[other].rank)
             self._num_tokens -= self._prefixes.pop(coldest).num_tokens

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp.web_request import BaseRequest
+from multidict import CIMultiDictProxy
 
 from gateway import errors
 from gateway.admission.cache_salt import CacheSalt, cache_salt_of
@@ -59,7 +60,7 @@ class Access:
         """The tenant of this request's key. ApiError 401 without one, with a wrong one, or with two."""
         if self._directory is None:
             return ANYONE
-        key = _key_of(request)
+        key = _key_of(request.headers)
         tenant = None if key is None else self._directory.authenticate(key)
         if tenant is None and key is not None and self._jwt is not None:
             tenant = self._directory.tenants.get(self._jwt.tenant_id(key) or "")
@@ -67,10 +68,26 @@ class Access:
             raise errors.no_api_key()
         return tenant
 
+    @property
+    def directory(self) -> TenantDirectory | None:
+        """Another one as soon as the keys have changed."""
+        return self._directory
+
+    def lasting_tenant_of(self, headers: CIMultiDictProxy[str]) -> Tenant | None:
+        """The tenant whose key this is for as long as the directory is the same one; None for what may expire."""
+        if self._directory is None:
+            return ANYONE
+        key = _key_of(headers)
+        return None if key is None else self._directory.authenticate(key)
+
     def client_of(self, request: BaseRequest) -> str | None:
         """The client's address, for the log."""
-        return self._proxies.client_of(request.remote, request.headers.getall("X-Forwarded-For", []),
-                                       request.headers.getall("Forwarded", []))
+        return self.client_at(request.remote, request.headers.getall("X-Forwarded-For", []),
+                              request.headers.getall("Forwarded", []))
+
+    def client_at(self, peer: str | None, forwarded_for: Sequence[str], forwarded: Sequence[str]) -> str | None:
+        """See TrustedProxies.client_of()."""
+        return self._proxies.client_of(peer, forwarded_for, forwarded)
 
     def named(self, tenant_id: str | None) -> Tenant:
         """A tenant by its id, for operators; without one, a tenant that nobody else is."""
@@ -121,12 +138,12 @@ class Access:
                   keys=keys.directory.num_keys, public_prefixes=len(keys.public_prefixes))
 
 
-def _key_of(request: BaseRequest) -> str | None:
+def _key_of(headers: CIMultiDictProxy[str]) -> str | None:
     """OpenAI's header or Anthropic's. Two keys are none: which one was meant could be read in two ways."""
-    given = request.headers.getall("Authorization", [])
+    given = headers.getall("Authorization", [])
     bearer = [value.strip() for scheme, _, value in (text.partition(" ") for text in given)
               if scheme.lower() == "bearer"]
-    keys = {*bearer, *(text.strip() for text in request.headers.getall("x-api-key", []))}
+    keys = {*bearer, *(text.strip() for text in headers.getall("x-api-key", []))}
     return keys.pop() if len(keys) == 1 and len(given) == len(bearer) <= 1 else None
 
 

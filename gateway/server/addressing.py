@@ -6,21 +6,18 @@ not named here, its Authorization least of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from aiohttp.web_request import BaseRequest
 
 from gateway.admission.cache_salt import with_cache_salt
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.dispatch import is_plain
-from gateway.server.http import REQUEST_ID_HEADER, request_id_of
 from worker.protocol.internal_request import WORKER_TOKEN_HEADER, Resume, encode_internal
 
 if TYPE_CHECKING:
-    from gateway.server.generate import Intake
+    from gateway.server.reading import Intake
 
 _PASSED_ON = ("traceparent", "tracestate")
 
@@ -33,7 +30,12 @@ class ChoiceToResume:
     resume: Resume | None
 
 
-def upstream_request(intake: Intake, endpoint: Endpoint, request: BaseRequest, *, worker_token: str,
+def passed_on_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """What a worker gets to see of a client's head, but for the request's id."""
+    return {name: headers[name] for name in _PASSED_ON if name in headers}
+
+
+def upstream_request(intake: Intake, endpoint: Endpoint, *, worker_token: str,
                      tells_token_ids: bool, choice: ChoiceToResume | None = None) -> UpstreamRequest:
     """`tells_token_ids`: a headstart worker is asked to tell the tokens of its stream."""
     headers, salt = {"content-type": "application/json"}, intake.routed.prepared.salt
@@ -45,8 +47,7 @@ def upstream_request(intake: Intake, endpoint: Endpoint, request: BaseRequest, *
                                         tenant=intake.tenant.tenant_id or None, tells_token_ids=tells_token_ids,
                                         resume=None if choice is None else choice.resume)
         headers[WORKER_TOKEN_HEADER] = worker_token
-    headers[REQUEST_ID_HEADER] = request_id_of(request)
-    headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+    headers.update(intake.passed_on)
     if endpoint.worker.api_key:
         headers["Authorization"] = f"Bearer {endpoint.worker.api_key}"
     url = endpoint.worker.url + intake.route.upstream_path

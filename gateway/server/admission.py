@@ -14,9 +14,8 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 from gateway import errors
 from gateway.admission.limits import Limit, Meters, OverLimit
@@ -38,8 +37,7 @@ AGEING_S = 10.0
 LOOK_AGAIN_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """What one request wants. `predict_ttft_s` is called only where a limit depends on it; None: unknown."""
 
     model: str
@@ -101,13 +99,37 @@ class Visit:
 
     async def turn(self, ask: Ask) -> None:
         """Await a place at a worker. ApiError 429 when a limit, the queue, the deadline or the SLO says no."""
+        if not self.turn_at_once(ask):
+            await self.wait(ask)
+
+    def turn_at_once(self, ask: Ask) -> bool:
+        """Take the prompt's tokens, and a place if one is free and nobody is before us. ApiError 429."""
         now = time.monotonic()
         if (over := self._meter.take_prompt(ask.prompt_tokens, now)) is not None:
             raise _over(over)
         line = self._admission.line_of(ask.model)
+        if not self._admission.place_at_once(line, ask, self._tenant, self.deadline_at):
+            return False
+        self._line, self._record.queued_s = line, 0.0
+        return True
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it holds a place at a worker."""
+        return self._line is not None
+
+    async def wait(self, ask: Ask) -> None:
+        """Await a place, after turn_at_once() has found none."""
+        now, line = time.monotonic(), self._admission.line_of(ask.model)
         await self._admission.await_place(line, ask, self._tenant, self.deadline_at)
         self._line = line
         self._record.queued_s = time.monotonic() - now
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """The answer has ended, or the request never had one."""
@@ -135,18 +157,14 @@ class Admission:
         """Requests in line."""
         return sum(len(line.queue) for line in self._lines.values())
 
-    @contextmanager
-    def enter(self, tenant: Tenant, record: RequestRecord) -> Iterator[Visit]:
-        """From arrival to end. ApiError 429 when the tenant has too many at once, or too many a minute."""
+    def enter(self, tenant: Tenant, record: RequestRecord) -> Visit:
+        """From arrival to end: a `with` block's, or somebody's who calls end(). ApiError 429 when the tenant has too
+        many at once, or too many a minute."""
         now = time.monotonic()
         meter = self._meters.of(tenant, now)
         if (over := meter.enter(now)) is not None:
             raise _over(over)
-        visit = Visit(self, tenant, meter, record)
-        try:
-            yield visit
-        finally:
-            visit.end()
+        return Visit(self, tenant, meter, record)
 
     def line_of(self, model: str) -> _Line:
         """The line for a model that some worker serves: as many as there are such models."""
@@ -156,22 +174,29 @@ class Admission:
             line = self._lines[model] = _Line(self._config, places)
         return line
 
+    def place_at_once(self, line: _Line, ask: Ask, tenant: Tenant, deadline_at: float | None) -> bool:
+        """Whether a place was free, and is taken now; it must be given back."""
+        if not line.take_at_once(self._entry(ask, tenant, deadline_at), self._limit(ask.model)):
+            return False
+        try:
+            self._refuse_hopeless(ask, 0.0, None if deadline_at is None else deadline_at - time.monotonic())
+        except errors.Rejected:
+            self.give_back(line, tenant.tenant_id)
+            raise
+        return True
+
     async def await_place(self, line: _Line, ask: Ask, tenant: Tenant, deadline_at: float | None) -> None:
         """Returns with a place taken; it must be given back."""
         now = time.monotonic()
+        wait_s = self._expected_wait_s(line, tenant)
+        self._refuse_hopeless(ask, wait_s, None if deadline_at is None else deadline_at - now)
+        await self._stand_in_line(line, self._entry(ask, tenant, deadline_at), wait_s)
+
+    def _entry(self, ask: Ask, tenant: Tenant, deadline_at: float | None) -> Waiting:
+        now = time.monotonic()
         latest = now + self._config.max_queue_wait_s
-        entry = Waiting(tenant.tenant_id, ask.cost_tokens, ask.num_bytes, now, tenant.limits.weight, ask.priority,
-                        latest if deadline_at is None else min(latest, deadline_at))
-        is_taken = line.take_at_once(entry, self._limit(ask.model))
-        wait_s = 0.0 if is_taken else self._expected_wait_s(line, tenant)
-        try:
-            self._refuse_hopeless(ask, wait_s, None if deadline_at is None else deadline_at - now)
-        except errors.Rejected:
-            if is_taken:
-                self.give_back(line, tenant.tenant_id)
-            raise
-        if not is_taken:
-            await self._stand_in_line(line, entry, wait_s)
+        return Waiting(tenant.tenant_id, ask.cost_tokens, ask.num_bytes, now, tenant.limits.weight, ask.priority,
+                       latest if deadline_at is None else min(latest, deadline_at))
 
     async def _stand_in_line(self, line: _Line, entry: Waiting, wait_s: float) -> None:
         pushed_out = line.queue.offer(entry, line.places.elsewhere())

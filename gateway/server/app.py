@@ -30,11 +30,14 @@ from gateway.relay.connection_pool import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
 from gateway.server.admin_token import AdminToken
+from gateway.server.arrival import Arrivals
 from gateway.server.attendance import Attendance, SharedAttendance, beat_for_ever
 from gateway.server.connections import ConnectionLimits, GuardedServer
 from gateway.server.dispatch import BetTtl, Dispatcher
 from gateway.server.doorkeeper import Door, Doorkeeper, no_probe
+from gateway.server.express_connection import ExpressServer
 from gateway.server.generate import Generate
+from gateway.server.generate_route import EXPRESS_ROUTES
 from gateway.server.handlers import ClientRoutes
 from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
@@ -264,7 +267,9 @@ class Gateway:
                       context: ssl.SSLContext | None) -> GuardedServer:
         limits = ConnectionLimits(self.config.max_connections, self.config.head_timeout_s,
                                   self.config.chunk_gap_timeout_s)
-        server = GuardedServer(routes, limits=limits, on_refused=self.state.metrics.reject)
+        arrivals = Arrivals(self.state.access, routes, EXPRESS_ROUTES, max_body_bytes=self.config.max_body_bytes)
+        server = ExpressServer(routes, self._generate.express, arrivals, limits=limits,
+                               on_refused=self.state.metrics.reject)
         runner = web.ServerRunner(server, shutdown_timeout=STOP_GRACE_S)
         await runner.setup()
         self._runners.append(runner)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.relay.retry import AttemptFailed
-from gateway.relay.upstream import UpstreamRequest
+from gateway.relay.upstream import Upstream, UpstreamRequest, UpstreamResponse
 from gateway.routing.endpoint import Knowledge
 from gateway.routing.hot_prefixes import Sighting
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
@@ -42,6 +42,8 @@ _NOBODY: frozenset[str] = frozenset()
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
              "match_speculative_tokens", "uncached_tokens")
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
+
+Follow = Callable[[], Awaitable[UpstreamResponse]]
 
 
 class RoutedPrompt(Struct, frozen=True, gc=False):
@@ -93,7 +95,9 @@ class Placement:
         self.decision = decision
         self._booking = booking
         self._bet = bet
-        self._upstream_request = upstream_request
+        self.upstream_request = upstream_request
+        self.follow: Follow | None = None  # of one that has been asked: the way to its answer
+        self._asked_at: float | None = None
         self._prefill_timer = prefill_timer
         self._is_replaceable = is_replaceable
 
@@ -103,9 +107,17 @@ class Placement:
         return self.endpoint.endpoint_id
 
     @property
-    def upstream_request(self) -> UpstreamRequest:
+    def waited_s(self) -> float:
         """See relay.retry.Attempt."""
-        return self._upstream_request
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def asked(self, follow: Follow) -> None:
+        """The request has been sent there; `follow` awaits the answer."""
+        self.follow, self._asked_at = follow, time.monotonic()
+
+    async def open(self, upstream: Upstream) -> UpstreamResponse:
+        """See relay.retry.Attempt."""
+        return await (upstream.open(self.upstream_request) if self.follow is None else self.follow())
 
     def is_lost(self) -> bool:
         """See relay.retry.Attempt. A worker that is alone keeps its request: it may only be slow."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -21,6 +21,7 @@ from gateway import errors
 from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.knowledge.joining import ModelReference
+from gateway.relay.connection_pool import PooledUpstream
 from gateway.relay.relay import (
     ClientLeft,
     RelayLimits,
@@ -32,18 +33,25 @@ from gateway.relay.relay import (
     relay_bytes,
     relay_rest,
 )
-from gateway.relay.retry import AttemptFailed, FirstAnswer, Refusal, Walk
-from gateway.relay.sse import body_usage
+from gateway.relay.retry import AttemptFailed, Refusal, Walk
 from gateway.relay.transcript import Transcript
-from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest
-from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
-from gateway.server.addressing import ChoiceToResume, upstream_request
-from gateway.server.admission import DEADLINE_HEADER, Ask, Visit
+from gateway.relay.upstream import UpstreamFailure, UpstreamRequest
+from gateway.server.addressing import ChoiceToResume, passed_on_headers, upstream_request
+from gateway.server.admission import DEADLINE_HEADER, Visit
 from gateway.server.answering import Answering, Beginning, Taken
-from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
+from gateway.server.dispatch import Choosing, Dispatcher
+from gateway.server.express import Express, Passenger
+from gateway.server.express_connection import take_begun
 from gateway.server.foreign import Way, errors_of, set_way_back, way_back
 from gateway.server.generate_route import CHAT, COMPLETIONS, EMBEDDINGS, FOREIGN, GenerateRoute
-from gateway.server.http import CLIENT_CLOSED_REQUEST, Routes, read_body, request_id_of
+from gateway.server.http import (
+    CLIENT_CLOSED_REQUEST,
+    REQUEST_ID_HEADER,
+    Routes,
+    read_body,
+    request_id_of,
+    set_request_id,
+)
 from gateway.server.migration import (
     MIGRATION_HEADER,
     Broken,
@@ -52,49 +60,38 @@ from gateway.server.migration import (
     tells_tokens,
     wants_migration,
 )
-from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_metrics import PromptMemoryCollector
-from gateway.server.prompt_work import PromptRequest, PromptWork
+from gateway.server.prompt_work import PromptWork
 from gateway.server.raw_response import ClientStream, WholeResponse
-from gateway.server.replies import Learn, Remembering, told_in_stream
+from gateway.server.reading import Given, Intake, Reading
+from gateway.server.replies import Learn, told_in_stream
 from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
+from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, routing_headers
 from worker.prompt.foreign_api import ForeignApi
 from worker.protocol.api_error import ApiError
-from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.logs import get_logger
-from worker.protocol.told_tokens import told_behind
 
-# Parsing runs at some 300 MB/s; what takes longer than a millisecond is done in a prompt thread.
-ON_LOOP_PARSE_BYTES = 256 * 1024
-WORKER_HEADER = "x-headstart-worker"
-MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
 QUEUE_FULL = "queue_full"
-EVENT_STREAM = "text/event-stream"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """A request that has been read and checked, ready to be routed."""
+class Going(NamedTuple):
+    """A request on its usual way; `begun`: as far as the express lane has brought it."""
 
     route: GenerateRoute
-    body: bytes
-    parsed: PromptRequest
-    routed: RoutedPrompt
-    tenant: Tenant
-    base_model: str
-    way_back: Way | None = None
-    learn: Learn | None = None
+    record: RequestRecord
+    headers: Mapping[str, str]
+    begun: Passenger | None
 
 
 class Generate:
     """The data path. `suspect` is told of workers that failed a request."""
 
-    def __init__(self, state: GatewayState, *, dispatcher: Dispatcher, prompt_work: PromptWork, upstream: Upstream,
-                 suspect: Callable[[str], None]) -> None:
+    def __init__(self, state: GatewayState, *, dispatcher: Dispatcher, prompt_work: PromptWork,
+                 upstream: PooledUpstream, suspect: Callable[[str], None]) -> None:
         self._config = state.config
         self._table = state.table
         self._joining = state.joining
@@ -102,7 +99,7 @@ class Generate:
         self._access = state.access
         self._admission = state.admission
         self._dispatcher = dispatcher
-        self._prompt_work = prompt_work
+        self._reading = Reading(state, dispatcher, prompt_work)
         self._upstream = upstream
         self._suspect = suspect
         self._limits = RelayLimits(self._config.keepalive_s, self._config.chunk_gap_timeout_s)
@@ -111,20 +108,23 @@ class Generate:
                                       self._limits, self._config.max_migrations, self._config.max_retries + 1,
                                       self._config.first_byte_timeout_s))
         self._request_log = RequestLog(__name__)
-        self._remembering = Remembering(self._config, prompt_work)
-        state.metrics.add(PromptMemoryCollector(state.joining, self._remembering.memory))
+        state.metrics.add(PromptMemoryCollector(state.joining, self._reading.replies))
         self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
+        self.express = Express(
+            state, reading=self._reading, dispatcher=dispatcher, upstream=upstream,
+            address=self._upstream_request, ended=self._ended, suspect=suspect)
 
     @property
     def num_inflight(self) -> int:
         """Requests that have no whole answer yet."""
-        return len(self._tasks)
+        return len(self._tasks) + self.express.num_under_way
 
     def cut_short(self) -> None:
         """End what still runs, each with an error that its client can read."""
         self._is_stopping = True
+        self.express.cut_short()
         for task in self._tasks:
             task.cancel()
 
@@ -151,12 +151,18 @@ class Generate:
 
     async def _serve(self, request: BaseRequest, route: GenerateRoute,
                      headers: Mapping[str, str]) -> web.StreamResponse:
-        record = RequestRecord(request_id_of(request), route.path, client=self._access.client_of(request))
+        begun = take_begun(request)
+        if begun is None:
+            record = RequestRecord(request_id_of(request), route.path, client=self._access.client_of(request))
+        else:
+            record = begun.record
+            set_request_id(request, record.request_id)
+            headers = begun.headers
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
         self._tasks.add(task)
         try:
-            return await self._answer(request, route, record, headers)
+            return await self._answer(request, Going(route, record, headers, begun))
         except ApiError as error:
             record.refused(error)
             raise
@@ -175,32 +181,45 @@ class Generate:
             raise
         finally:
             self._tasks.discard(task)
-            duration_s = time.monotonic() - record.began_at
-            self._metrics.observe(record, duration_s)
-            self._dispatcher.learning.ended(record)
-            self._request_log.add(record, duration_s)
+            self._ended(record)
 
-    async def _answer(self, request: BaseRequest, route: GenerateRoute, record: RequestRecord,
-                      headers: Mapping[str, str]) -> web.StreamResponse:
-        tenant = self._access.tenant_of(request)
+    def _ended(self, record: RequestRecord) -> None:
+        duration_s = time.monotonic() - record.began_at
+        self._metrics.observe(record, duration_s)
+        self._dispatcher.learning.ended(record)
+        self._request_log.add(record, duration_s)
+
+    async def _answer(self, request: BaseRequest, going: Going) -> web.StreamResponse:
+        begun, record = going.begun, going.record
+        tenant = self._access.tenant_of(request) if begun is None else begun.facts.tenant
         record.tenant = tenant.tenant_id or None
-        with self._admission.enter(tenant, record) as visit:
-            visit.set_deadline(request.headers.get(DEADLINE_HEADER))
+        with self._admission.enter(tenant, record) if begun is None else begun.boarded() as visit:
             may_move = wants_migration(request.headers.get(MIGRATION_HEADER))
-            body = await read_body(request, self._config.max_body_bytes)
-            intake = await self.take_in(body, route, record, tenant, visit=visit)
-            if intake.way_back is not None:
-                set_way_back(request, intake.way_back)
-            await visit.turn(self._ask(intake))
+            intake = None if begun is None else begun.intake
+            if intake is None:
+                visit.set_deadline(request.headers.get(DEADLINE_HEADER))
+                intake = await self._read(request, going, tenant, visit)
+                await visit.turn(self._reading.ask(intake))
+            elif not visit.has_place:
+                await visit.wait(self._reading.ask(intake))
             return await self._from_a_worker(request, intake, Answering(
-                record, headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move,
-                Watch(lambda: self._is_stopping, ends_at=record.began_at + self._config.total_timeout_s)))
+                record, going.headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move,
+                Watch(lambda: self._is_stopping, ends_at=record.began_at + self._config.total_timeout_s)),
+                Walk(begun=None if begun is None else begun.placement))
 
-    async def _from_a_worker(self, request: BaseRequest, intake: Intake, answering: Answering) -> web.StreamResponse:
+    async def _read(self, request: BaseRequest, going: Going, tenant: Tenant, visit: Visit) -> Intake:
+        seen = {REQUEST_ID_HEADER: going.record.request_id, **passed_on_headers(request.headers)}
+        body = await read_body(request, self._config.max_body_bytes)
+        intake = await self._reading.take_in(Given(body, going.route, going.record, tenant, seen, visit))
+        if intake.way_back is not None:
+            set_way_back(request, intake.way_back)
+        return intake
+
+    async def _from_a_worker(self, request: BaseRequest, intake: Intake, answering: Answering,
+                             walk: Walk) -> web.StreamResponse:
         record = answering.record
         choosing = Choosing(self._dispatcher, intake.routed, record, suspect=self._suspect,
-                            address=lambda endpoint: self._upstream_request(intake, endpoint, request))
-        walk = Walk()
+                            address=lambda endpoint: self._upstream_request(intake, endpoint))
         try:
             while True:
                 taken = await self._beginning.begin(choosing, answering, walk, is_stream=intake.parsed.stream)
@@ -216,12 +235,7 @@ class Generate:
                         taken: Taken) -> web.StreamResponse:
         record, placement, answer = answering.record, taken.placement, taken.answer
         try:
-            if answer.response.status >= 400:
-                placement.abandon()  # refused, so nothing of it will be in that cache
-            placement.first_byte()
-            record.first_byte()
-            record.stages["connect"] = answer.response.connect_s
-            record.cached_tokens = _count(answer.response.headers.get(CACHED_TOKENS_HEADER))
+            answer_began(record, placement, answer.response)
             return await self._pass_on(request, intake, answering, taken)
         except AttemptFailed as failure:
             placement.failed(failure.reason)
@@ -230,77 +244,31 @@ class Generate:
             answer.response.close()
             placement.release()
 
-    async def take_in(self, body: bytes, route: GenerateRoute, record: RequestRecord, tenant: Tenant, *,
-                      visit: Visit | None = None) -> Intake:
-        """Parse, check the model, tokenise and hash. ApiError for whatever is wrong with the request."""
-        began_at = time.perf_counter()
-        given = body
-        body, parsed, way = await self._prompt_work.run(len(given) if len(given) > ON_LOOP_PARSE_BYTES else 0,
-                                                        lambda: route.read(given))
-        record.stages["parse"] = time.perf_counter() - began_at
-        record.model, record.stream = parsed.model, parsed.stream
-        tenant.check_model(parsed.model)
-        tenant.check_priority(parsed.priority)
-        reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
-        if visit is not None:
-            visit.refuse_early(reference.model, parsed.priority, len(body))
-        schemes, adapter_keys = () if parsed.is_uncached else service.schemes, service.adapter_keys
-        owner = self._remembering.owner(parsed, tenant, schemes)
-        scope = tenant.sharing_group.hex() + "/" + (parsed.cache_salt or "")
-        prepared = await self._prompt_work.prepare(
-            reference.renderer, parsed, num_body_bytes=len(body), schemes=schemes,
-            salt_of=lambda prompts: self._access.salt(
-                tenant, parsed.cache_salt, reference.renderer, prompts).beside(adapter_keys),
-            scope=scope, limit=self._limit(reference, route),
-            replies=None if owner is None else self._remembering.memory.of(owner))
-        record.stages["tokenize"], record.stages["hash"] = prepared.tokenize_s, prepared.hash_s
-        record.prompt_tokens = prepared.num_tokens
-        # A session is its tenant's: equal keys of two tenants are two sessions.
-        session = f"{tenant.tenant_id}/{parsed.prompt_cache_key}" if parsed.prompt_cache_key else None
-        routed = RoutedPrompt(parsed.model, prepared, parsed.max_tokens, parsed.num_candidates, parsed.stream,
-                              session)
-        return Intake(route, body, parsed, routed, tenant, reference.model, way,
-                      self._remembering.learner(owner, reference.renderer, prepared, scope))
-
-    def _ask(self, intake: Intake) -> Ask:
-        prompt, parsed = intake.routed, intake.parsed
-        output_tokens = min(parsed.max_tokens or DEFAULT_OUTPUT_TOKENS, DEFAULT_OUTPUT_TOKENS)
-        num_tokens = prompt.prepared.num_tokens
-        cost_tokens = num_tokens + parsed.num_candidates * output_tokens
-        return Ask(intake.base_model, num_tokens, cost_tokens, len(intake.body), parsed.priority,
-                   lambda: self._dispatcher.predicted_ttft_s(prompt))
-
-    def _limit(self, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:
-        most = self._table.service(reference.model).max_context
-        return None if most is None else PromptLimit(most, reference.token_bound, route.prompt_param)
+    async def take_in(self, given: Given) -> Intake:
+        """See Reading."""
+        return await self._reading.take_in(given)
 
     def explain(self, intake: Intake) -> dict[str, Any]:
         """What would be decided for this request now."""
         return self._dispatcher.explain(intake.routed)
 
     def reference(self, model: str, tenant: Tenant) -> ModelReference:
-        """How to tokenise for this model; 404 when no worker serves it, 503 while none has been heard of at all."""
-        reference = self._joining.reference(model)
-        if reference is not None:
-            return reference
-        known = self._table.models()
-        if not known:
-            raise errors.no_worker("No worker has answered yet; the gateway keeps trying.")
-        raise errors.model_not_found(model, filter(tenant.may_use, known))
+        """See Reading."""
+        return self._reading.reference(model, tenant)
 
-    def _upstream_request(self, intake: Intake, endpoint: Endpoint, request: BaseRequest,
+    def _upstream_request(self, intake: Intake, endpoint: Endpoint,
                           choice: ChoiceToResume | None = None) -> UpstreamRequest:
-        return upstream_request(intake, endpoint, request, worker_token=self._config.worker_token, choice=choice,
+        return upstream_request(intake, endpoint, worker_token=self._config.worker_token, choice=choice,
                                 tells_token_ids=intake.learn is not None or
                                 (intake.parsed.stream and self._migrator.is_on))
 
     async def _pass_on(self, request: BaseRequest, intake: Intake, answering: Answering,
                        taken: Taken) -> web.StreamResponse:
-        record, response = answering.record, taken.answer.response
-        record.status = response.status
-        record.admitted = record.status == 200
-        content_type = response.headers.get("content-type", "application/json")
-        headers = {"Content-Type": content_type, **answering.headers, **self._routing_headers(taken.placement)}
+        response = taken.answer.response
+        content_type = response.headers.get("content-type", JSON_TYPE)
+        headers = {"Content-Type": content_type, **answering.headers}
+        if self._config.expose_routing:
+            headers |= routing_headers(taken.placement)
         if response.status == 200 and content_type.startswith(EVENT_STREAM):
             return await self._stream(request, intake, replace(answering, headers=headers), taken)
         return await self._whole(request, taken, answering, headers, learn=intake.learn)
@@ -326,7 +294,7 @@ class Generate:
             placement.failed("lost")
             end = await self._migrator.go_on(Broken(
                 intake.routed, transcript if may_move else None, end, placement.endpoint_id, scheme,
-                answering.record, lambda endpoint, choice: self._upstream_request(intake, endpoint, request, choice),
+                answering.record, lambda endpoint, choice: self._upstream_request(intake, endpoint, choice),
                 intake.parsed.include_usage, answering.watch), write)
         answering.record.stream_ended(end)
         await end_stream(end, write, lambda error: orjson.dumps(error.body()), self._limits)
@@ -337,12 +305,7 @@ class Generate:
                      headers: Mapping[str, str], *, learn: Learn | None) -> web.StreamResponse:
         answer, placement, record = taken.answer, taken.placement, answering.record
         body, is_complete = await read_whole(answer, self._limits, answering.watch)
-        record.outcome = "ok" if answer.response.status < 400 else "client_error"
-        if answer.response.status < 400:
-            placement.succeeded()
-        if is_complete and answer.response.status == 200:
-            body = _learned(answer, body, learn)
-            record.reported(body_usage(body))
+        body = answer_ended(record, placement, answer.response, body, is_complete=is_complete, learn=learn)
         if (way := way_back(request)) is not None:
             body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
         if is_complete:
@@ -357,11 +320,6 @@ class Generate:
             raise ClientLeft("its answer broke off and had to be cut short") from lost
         await response.write_eof()
         return response
-
-    def _routing_headers(self, placement: Placement) -> dict[str, str]:
-        if not self._config.expose_routing:
-            return {}
-        return {WORKER_HEADER: placement.endpoint_id, MATCHED_TOKENS_HEADER: str(placement.decision.matched_tokens)}
 
     def _suspect_last(self, record: RequestRecord, failure: AttemptFailed) -> None:
         if record.worker_id is not None:
@@ -382,19 +340,3 @@ def _last_word(failure: AttemptFailed, record: RequestRecord, way: Way | None) -
         headers["Retry-After"] = outcome.retry_after
     body = outcome.body if way is None else way.whole(outcome.status, outcome.body, is_complete=True)
     return WholeResponse(outcome.status, body, headers)
-
-
-def _learned(answer: FirstAnswer, body: bytes, learn: Learn | None) -> bytes:
-    """The client's part of a whole answer; the ids behind it are remembered."""
-    try:
-        body, choices = told_behind(answer.response.headers, body)
-    except ValueError as error:
-        torn = errors.worker_failed(f"The worker's answer is torn ({error}).")
-        raise AttemptFailed("worker_error", torn) from error
-    if learn is not None:
-        learn(choices)
-    return body
-
-
-def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdecimal() else None

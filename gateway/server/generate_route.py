@@ -39,4 +39,5 @@ class GenerateRoute:
 CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
 COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
 EMBEDDINGS = GenerateRoute("/v1/embeddings", parse_embedding, "input")
+EXPRESS_ROUTES = {route.path: route for route in (CHAT, COMPLETIONS)}
 FOREIGN = {api.path: GenerateRoute(api.path, parse_chat, "messages", api) for api in (MESSAGES, RESPONSES)}

@@ -7,8 +7,8 @@ error object. Must never: know what a route does.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class Routes:
     """Exact paths, and prefixes whose rest names a resource. `root_path` is what a proxy in front did not strip."""
 
     def __init__(self, *, root_path: str = "", cors_origins: tuple[str, ...] = ()) -> None:
-        self._root_path = root_path.rstrip("/")
+        self.root_path = root_path.rstrip("/")
         self._cors_origins = cors_origins
         self._exact: dict[str, dict[str, Handler]] = {}
         self._prefixes: list[tuple[str, str, Handler]] = []
@@ -79,11 +79,11 @@ class Routes:
 
     def path_of(self, request: BaseRequest) -> str:
         """The request's path as the routes know it."""
-        return request.path.removeprefix(self._root_path) if self._root_path else request.path
+        return request.path.removeprefix(self.root_path) if self.root_path else request.path
 
     async def __call__(self, request: BaseRequest) -> web.StreamResponse:
         """The outermost handler."""
-        request_id = request[REQUEST_ID_KEY] = _request_id_of(request)
+        request_id = request[REQUEST_ID_KEY] = usable_request_id(request.headers) or new_request_id()
         try:
             response = await self._answer(request)
         except ApiError as error:
@@ -98,8 +98,7 @@ class Routes:
             raise
         except Exception:
             _log.exception("internal_error", request_id=request_id, path=request.path)
-            response = error_response(ApiError(500, "internal_error", f"The gateway failed on this request "
-                                               f"({request_id}); its log says why."))
+            response = error_response(errors.internal_error(request_id))
         if not response.prepared:
             response.headers.update(self.common_headers(request))
             if self.is_closing():
@@ -108,16 +107,18 @@ class Routes:
 
     def common_headers(self, request: BaseRequest) -> dict[str, str]:
         """What every response carries."""
-        headers = {REQUEST_ID_HEADER: request_id_of(request)}
-        origin = request.headers.get("Origin")
-        if origin is not None and (origin in self._cors_origins or "*" in self._cors_origins):
-            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
-                        "Access-Control-Expose-Headers": "x-request-id, x-headstart-worker, "
-                                                         "x-headstart-matched-tokens"}
-        return headers
+        return {REQUEST_ID_HEADER: request_id_of(request), **self.cors_headers(request.headers)}
+
+    def cors_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """What a browser's page needs, to be allowed to read the answer."""
+        origin = headers.get("Origin")
+        if origin is None or (origin not in self._cors_origins and "*" not in self._cors_origins):
+            return {}
+        return {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
+                "Access-Control-Expose-Headers": "x-request-id, x-headstart-worker, x-headstart-matched-tokens"}
 
     async def _answer(self, request: BaseRequest) -> web.StreamResponse:
-        check_head(request)
+        check_head(request.version, request.headers)
         if request.method == "OPTIONS" and self._cors_origins and "Origin" in request.headers:
             # Browsers' clients send headers of their own making; none of them can do harm here.
             wanted = request.headers.get("Access-Control-Request-Headers", "")
@@ -152,6 +153,11 @@ def json_response(payload: object, *, status: int = 200, headers: Mapping[str, s
     """A JSON body."""
     return web.Response(body=orjson.dumps(payload), status=status, content_type="application/json",
                         headers=dict(headers or {}))
+
+
+def set_request_id(request: BaseRequest, request_id: str) -> None:
+    """It had one before it came to its handler."""
+    request[REQUEST_ID_KEY] = request_id
 
 
 def request_id_of(request: BaseRequest) -> str:
@@ -189,6 +195,12 @@ def _send_continue(request: BaseRequest) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def _request_id_of(request: BaseRequest) -> str:
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if _USABLE_REQUEST_ID.match(given) else secrets.token_hex(16)
+def usable_request_id(headers: Mapping[str, str]) -> str | None:
+    """The client's own id, if it may stand in our log."""
+    given = headers.get(REQUEST_ID_HEADER, "")
+    return given if _USABLE_REQUEST_ID.match(given) else None
+
+
+def new_request_id() -> str:
+    """One that nobody else has; it is no secret."""
+    return f"{random.getrandbits(128):032x}"

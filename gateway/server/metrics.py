@@ -66,6 +66,9 @@ class GatewayMetrics:
         self._session_cached = Tally("headstart_session_cached_tokens", "Of those cacheable, found.")
         self._session_cacheable = Tally("headstart_session_cacheable_tokens",
                                         "Known prefix tokens of requests that continue one.")
+        self._express = Tally("headstart_express_requests", "Requests that took the express lane, and how they left.",
+                              ["outcome"])
+        registry.register(self._express)
         for collector in (self._requests, self._ttft, self._inter_token, self._duration, self._overhead,
                           self._prompt_tokens, self._cached_tokens, self._hit_error, self._ttft_error,
                           self._decisions, self._session_cached, self._session_cacheable):
@@ -95,6 +98,10 @@ class GatewayMetrics:
     def reject(self, reason: str) -> None:
         """Count a connection that was cut before it became a request."""
         self._rejected.labels(reason).inc()
+
+    def express(self, outcome: str) -> None:
+        """Count one request that took the express lane: answered, refused, left or handed_over."""
+        self._express.add((outcome,))
 
     def migrated(self, outcome: str) -> None:
         """Count one stream (one choice of it) that lost its worker."""

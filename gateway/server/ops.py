@@ -21,6 +21,7 @@ from gateway.server.generate_route import CHAT, COMPLETIONS
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.prewarm import Prewarmer
 from gateway.server.probes import LIVEZ, METRICS, METRICS_TYPE, READYZ, ProbeAnswer, Probes
+from gateway.server.reading import Given
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.protocol.api_error import ApiError
@@ -106,8 +107,8 @@ class OpsRoutes:
         self.authorise(request)
         body = await read_body(request, self._max_body_bytes)
         route = CHAT if _has_messages(body) else COMPLETIONS
-        intake = await self._generate.take_in(body, route, RequestRecord("explain", "/admin/explain"),
-                                              self._access.named(request.query.get("tenant")))
+        intake = await self._generate.take_in(Given(body, route, RequestRecord("explain", "/admin/explain"),
+                                                    self._access.named(request.query.get("tenant")), {}))
         return json_response(self._generate.explain(intake))
 
     def authorise(self, request: BaseRequest) -> None:

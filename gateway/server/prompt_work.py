@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -65,16 +65,24 @@ class PreparedPrompt(Struct, frozen=True, gc=False):
         return len(self.prompts[0]) if len(self.prompts) == 1 else max(map(len, self.prompts))
 
 
-class _Task(NamedTuple):
-    """One request's prompt, and what is to be made of it."""
+class PromptTask(Struct, gc=False):
+    """One request's prompt, and what is to be made of it. `scope` names who may notice that a prompt's beginning was
+    tokenised before; `text`: the rendered prompt, once that has been done."""
 
     renderer: PromptRenderer
     request: PromptRequest
-    schemes: tuple[HashScheme, ...]
+    num_body_bytes: int
+    schemes: Sequence[HashScheme]
     salt_of: SaltOf
-    scope: str
-    limit: PromptLimit | None
-    replies: Replies | None
+    scope: str = ""
+    limit: PromptLimit | None = None
+    replies: Replies | None = None
+    text: str | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the text may be too long for any worker, so that it is measured before it is tokenised."""
+        return self.limit is not None and self.limit.is_suspect(self.num_body_bytes)
 
 
 class PromptWork:
@@ -84,29 +92,24 @@ class PromptWork:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt")
         self._num_waiting = 0
 
-    async def prepare(self, renderer: PromptRenderer, request: PromptRequest, *, num_body_bytes: int,
-                      schemes: Iterable[HashScheme], salt_of: SaltOf, scope: str = "",
-                      limit: PromptLimit | None = None, replies: Replies | None = None) -> PreparedPrompt:
-        """Render, tokenise and hash. ApiError 400 for what cannot be rendered or is longer than `limit`, 429 when
-        too many wait already. `scope` names who may notice that a prompt's beginning was tokenised before."""
-        task = _Task(renderer, request, tuple(schemes), salt_of, scope, limit, replies)
-        is_suspect = limit is not None and limit.is_suspect(num_body_bytes)
-        text = None
-        if (isinstance(request, ChatRequest) and not is_suspect
-                and ON_LOOP_BODY_BYTES < num_body_bytes <= ON_LOOP_KNOWN_BYTES):
-            began_at = time.perf_counter()
-            text = renderer.chat_text(request)
-            known = renderer.chat_packed_if_known(request, text, scope=scope, max_new_chars=ON_LOOP_NEW_CHARS,
-                                                  replies=replies)
-            if known is not None:
-                return _hashed(task, [known], began_at)
+    def at_once(self, task: PromptTask) -> PreparedPrompt | None:
+        """prepare(), if the prompt is short or mostly known; otherwise None."""
+        if task.num_body_bytes <= ON_LOOP_BODY_BYTES:
+            return _prepare(task)
+        request = task.request
+        if not isinstance(request, ChatRequest) or task.num_body_bytes > ON_LOOP_KNOWN_BYTES or task.is_suspect:
+            return None
+        began_at = time.perf_counter()
+        task.text = task.renderer.chat_text(request)
+        known = task.renderer.chat_packed_if_known(request, task.text, scope=task.scope,
+                                                   max_new_chars=ON_LOOP_NEW_CHARS, replies=task.replies)
+        return None if known is None else _hashed(task, [known], began_at)
 
-        def work() -> PreparedPrompt:
-            if limit is not None and is_suspect:
-                limit.check_texts(_texts(renderer, request))
-            return _prepare(task, text)
-
-        return await self.run(num_body_bytes, work)
+    async def prepare(self, task: PromptTask) -> PreparedPrompt:
+        """Render, tokenise and hash, in a prompt thread unless at_once() can. ApiError 400 for what cannot be
+        rendered or is longer than the limit, 429 when too many wait already."""
+        prepared = self.at_once(task)
+        return await self.run(task.num_body_bytes, lambda: _prepare(task)) if prepared is None else prepared
 
     def some_time(self, work: Callable[[], None]) -> None:
         """Do `work` in a prompt thread when there is time; it is dropped while many wait."""
@@ -144,18 +147,19 @@ def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
     return [prompt for prompt in request.prompts if isinstance(prompt, str)]
 
 
-def _prepare(task: _Task, text: str | None) -> PreparedPrompt:
-    """`text`: the rendered prompt, if that has been done."""
+def _prepare(task: PromptTask) -> PreparedPrompt:
     renderer, request, scope, began_at = task.renderer, task.request, task.scope, time.perf_counter()
+    if task.limit is not None and task.is_suspect:
+        task.limit.check_texts(_texts(renderer, request))
     # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
     prompts: list[Sequence[int]] = (
-        [renderer.chat_packed(request, scope=scope, text=text, replies=task.replies)]
+        [renderer.chat_packed(request, scope=scope, text=task.text, replies=task.replies)]
         if isinstance(request, ChatRequest)
         else [*renderer.completion(request, scope=scope)])
     return _hashed(task, prompts, began_at)
 
 
-def _hashed(task: _Task, prompts: list[Sequence[int]], began_at: float) -> PreparedPrompt:
+def _hashed(task: PromptTask, prompts: list[Sequence[int]], began_at: float) -> PreparedPrompt:
     if task.limit is not None:
         task.limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()

@@ -67,12 +67,20 @@ class WholeResponse(web.StreamResponse):
             await self._writer.drain()
 
     def _head(self, request: BaseRequest) -> bytes:
-        lines = [*self.headers.items(), ("Content-Length", str(len(self._whole_body))), ("Date", _date())]
+        connection = None
         if not self._is_kept_alive:
-            lines.append(("Connection", "close"))
+            connection = "close"
         elif request.version < HttpVersion11:
-            lines.append(("Connection", "keep-alive"))
-        return head_bytes(_STATUS_LINES.get(self.status, f"HTTP/1.1 {self.status} "), lines)
+            connection = "keep-alive"
+        return whole_head(self.status, [*self.headers.items()], len(self._whole_body), connection)
+
+
+def whole_head(status: int, headers: list[tuple[str, str]], num_body_bytes: int, connection: str | None) -> bytes:
+    """The head of an answer whose body is known; `connection` where it is not what the version implies."""
+    lines = [*headers, ("Content-Length", str(num_body_bytes)), ("Date", _date())]
+    if connection is not None:
+        lines.append(("Connection", connection))
+    return head_bytes(_STATUS_LINES.get(status, f"HTTP/1.1 {status} "), lines)
 
 
 class ClientStream:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 from aiohttp import hdrs
-from aiohttp.http import HttpVersion10, HttpVersion11
-from aiohttp.web_request import BaseRequest
+from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
+from multidict import CIMultiDictProxy
 
 from worker.protocol.api_error import ApiError
 
@@ -24,14 +24,13 @@ class UnclearHead(ApiError):
         super().__init__(status, code, message)
 
 
-def check_head(request: BaseRequest) -> None:
+def check_head(version: HttpVersion, headers: CIMultiDictProxy[str]) -> None:
     """UnclearHead for a version, Host, coding or expectation that is not one of those served here."""
-    headers = request.headers
-    if request.version not in (HttpVersion11, HttpVersion10):
+    if version not in (HttpVersion11, HttpVersion10):
         raise UnclearHead(505, "HTTP/1.1 and HTTP/1.0 are served here.", code="version_not_supported")
     if hdrs.TRANSFER_ENCODING in headers:
         codings = headers.getall(hdrs.TRANSFER_ENCODING)
-        if len(codings) > 1 or codings[0].strip().lower() != "chunked" or request.version == HttpVersion10:
+        if len(codings) > 1 or codings[0].strip().lower() != "chunked" or version == HttpVersion10:
             raise UnclearHead(400, "`chunked` is the only Transfer-Encoding that is accepted, and in HTTP/1.1 only.")
     if headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() not in _ENCODINGS:
         raise UnclearHead(415, "Request bodies may be sent as they are, or with gzip or deflate.",

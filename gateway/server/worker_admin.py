@@ -40,7 +40,7 @@ class WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /admin/workers."""
 
     url: Annotated[str, Meta(min_length=1, max_length=2048)]
-    id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:@-]+\Z")] | None = None
+    id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:@-]+(?!\n)$")] | None = None
     api_key: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
 
 

@@ -124,7 +124,8 @@ def _parser() -> CommandParser:
                         f"beyond it they are sent late, and counted (default {OPEN_MAX})")
     parser.add_argument("--timeout", type=float, default=REQUEST_TIMEOUT_S, metavar="S", help="for one request "
                         f"(default {REQUEST_TIMEOUT_S:.0f})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws times and prompts; with the same one "
+                        "a second run finds the first one's prompts in the cache (default 0)")
     parser.add_argument("--label", default="live", help="the name of this run in the report (default live)")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, requests.jsonl, table and "
                         "plots there")

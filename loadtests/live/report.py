@@ -18,6 +18,8 @@ from loadtests.provenance import provenance
 from loadtests.sim.metrics import cache_bounds
 from loadtests.traces import Trace
 
+MORE_THAN_TRACE_RATIO = 0.1     # a template's own tokens are hits too that no trace counts
+
 
 def replay_report(trace: Trace, outcomes: Sequence[Outcome], about: dict[str, Any], *, label: str) -> dict[str, Any]:
     """`replay --json`: the keys of `simulate --json`, the totals once more at the top, and where it was measured."""
@@ -43,6 +45,9 @@ def as_table(report: dict[str, Any]) -> str:
     if result["hit_token_ratio"] is not None:
         lines.append(f"hits {result['hit_token_ratio']:.1%} of {result['prompt_tokens']} prompt tokens; an infinite "
                      f"cache would have {result['ideal_hit_token_ratio']:.1%}, reckoned from the trace")
+        if result["hit_token_ratio"] > result["ideal_hit_token_ratio"] + MORE_THAN_TRACE_RATIO:
+            lines.append("more hits than the trace has: an earlier run with this seed may have left its prompts in "
+                         "the cache; another --seed makes other prompts")
     if report["workers"] is not None:
         lines.append(f"{report['workers']} workers, max/mean load {result['max_mean_load']:.2f}")
     if result["prediction"] is not None:

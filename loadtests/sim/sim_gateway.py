@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.others_share import OthersShare
 from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
@@ -34,6 +35,7 @@ class _Known:
     position: int
     report: Report
     own_load_at_report: LoadView
+    others: OthersShare = field(default_factory=OthersShare)
     next_seq: int = 0
     in_sequence: bool = True
     epoch: int = 0
@@ -130,6 +132,7 @@ class SimGateway:
         """The worker's answer to a poll arrived."""
         known = self._known[worker_id]
         known.report, known.own_load_at_report = report, self._ledger.load(worker_id)
+        known.others.saw(known.own_load_at_report.num_inflight, report.num_running + report.num_waiting)
         self._renew(worker_id)
 
     def changes(self, worker_id: str, seq: int, changes: Sequence[Change]) -> bool:
@@ -201,9 +204,11 @@ class SimGateway:
         """The last report, less what of ours has ended since."""
         known = self._known[worker_id]
         report, before, now = known.report, known.own_load_at_report, self._ledger.load(worker_id)
-        num_ended = max(0, before.num_inflight - now.num_inflight)
-        prefill_done = max(0, before.queued_prefill_tokens - now.queued_prefill_tokens)
-        context_gone = max(0, before.decode_context_tokens - now.decode_context_tokens)
+        num_ended = before.num_inflight - now.num_inflight
+        prefill_done = before.queued_prefill_tokens - now.queued_prefill_tokens
+        context_gone = before.decode_context_tokens - now.decode_context_tokens
+        if report.num_running + report.num_waiting <= before.num_inflight:
+            num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
         waiting = report.waiting_prefill_tokens
         return EndpointView(
             endpoint_id=worker_id, epoch=EPOCH,
@@ -212,9 +217,9 @@ class SimGateway:
             decode_step_s=report.decode_step_s, blocks_total=report.blocks_total, blocks_free=report.blocks_free,
             blocks_cached=report.blocks_cached,
             kv_usage_ratio=1 - (report.blocks_free + report.blocks_cached) / report.blocks_total,
-            num_running=max(0, report.num_running - num_ended),
-            num_waiting=max(0, report.num_waiting - max(0, num_ended - report.num_running)),
+            num_running=max(0, report.num_running - max(0, num_ended)),
+            num_waiting=max(0, report.num_waiting - max(min(0, num_ended), num_ended - report.num_running)),
             waiting_prefill_tokens=max(0, waiting - prefill_done),
             running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
             decode_context_tokens=max(0, report.decode_context_tokens - context_gone),
-            held_tokens_at_report=before.held_tokens - waiting)
+            held_tokens_at_report=before.held_tokens - waiting, others_ratio=known.others.ratio)

@@ -98,7 +98,9 @@ def test_another_template_on_one_worker_is_named(tmp_path: Path) -> None:
         )
         try:
             gateway.wait_ready()
-            code, out, err = check(gateway.url, "--admin-token", "check-admin")
+            gateway.admin_token = tokens["HEADSTART_ADMIN_TOKEN"]
+            gateway.wait_workers_known()
+            code, out, err = check(gateway.url, "--admin-token", gateway.admin_token)
         finally:
             gateway.stop()
     assert code == 1, (out, err)

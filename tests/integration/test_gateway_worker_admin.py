@@ -90,6 +90,7 @@ async def test_no_worker_can_be_added_where_none_may_be() -> None:
             answer = await add(gateway, url=url)
             assert (answer.status, answer.error["param"]) == (403, "url"), url
         for body, param in (({}, "url"), ({"url": 1}, "url"), ({"url": "http://localhost:2", "id": "a b"}, "id"),
+                            ({"url": "http://localhost:2", "id": "a\n"}, "id"),
                             ({"url": "http://localhost:2", "more": 1}, "more")):
             answer = await add(gateway, **body)
             assert (answer.status, answer.error["param"]) == (400, param), body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -106,3 +107,11 @@ class LoadLedgerMachine(RuleBasedStateMachine):
 
 TestLoadLedgerMachine = LoadLedgerMachine.TestCase
 TestLoadLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class LongLoadLedgerMachine(LoadLedgerMachine):
+    """250 examples of 40 steps: ten thousand."""
+
+
+TestTenThousandSteps = pytest.mark.slow(LongLoadLedgerMachine.TestCase)
+TestTenThousandSteps.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)

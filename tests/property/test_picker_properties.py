@@ -34,7 +34,8 @@ views = st.builds(
     decode_step_s=st.sampled_from([0.0, 0.01, 0.06]), blocks_total=st.sampled_from([0, 1000]),
     blocks_free=st.integers(0, 1000), blocks_cached=st.integers(0, 1000), num_running=counts, num_waiting=counts,
     waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
-    held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10))
+    held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10),
+    others_ratio=st.just(0.0) | ratios)
 fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
 inputs = st.builds(
     PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
@@ -119,8 +120,8 @@ def test_no_cost_is_below_the_least(view: EndpointView, match: Match, load: Load
 
 
 def terms(cost: CandidateCost) -> tuple[float, ...]:
-    return (cost.prefill_s, cost.queue_s, cost.steps_s, cost.room_s, cost.others_s, cost.evict_s, cost.price_s,
-            -cost.session_s)
+    return (cost.prefill_s, cost.queue_s, cost.steps_s, cost.room_s, cost.doubt_s, cost.others_s, cost.evict_s,
+            cost.price_s, -cost.session_s)
 
 
 @settings(max_examples=80, deadline=None)

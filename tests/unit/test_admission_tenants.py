@@ -97,6 +97,13 @@ def test_the_settings_never_show_a_key() -> None:
     assert KEY_A not in str(wrong.value)
 
 
+def test_a_password_in_a_workers_url_is_refused_before_anything_shows_it() -> None:
+    for url in ("http://user:hidden@h:1", "user:hidden@h:1"):
+        with pytest.raises(SettingsError, match="api_key") as wrong:
+            load_settings(GatewayConfig, flags={"workers": [url]}, environ={}, env_prefix="HEADSTART_GATEWAY_")
+        assert "hidden" not in str(wrong.value)
+
+
 def test_a_tenant_and_a_directory_print_without_keys(caplog: pytest.LogCaptureFixture) -> None:
     directory = read_keys(entry("a", KEY_A)).directory
     logging.getLogger("t").warning("%r", directory)

@@ -14,6 +14,7 @@ import pytest
 from gateway import cli
 from gateway.config import WorkerSpec
 from gateway.up_plan import UpPlan, child_specs, free_ports, port_problem, read_plan, worker_urls
+from loadtests import demo
 from worker.cli import main as worker_main
 
 
@@ -211,3 +212,9 @@ def test_children_do_not_mistake_a_folder_of_the_user_for_ours(monkeypatch: pyte
                                                               tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert all("-P" in spec.argv for spec in child_specs(plan(), "a", {}))
+
+
+def test_a_demo_too_short_to_find_anything_again_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--requests", str(demo.REQUESTS_MIN - 1)])
+    assert "--requests should be at least 8" in capsys.readouterr().err

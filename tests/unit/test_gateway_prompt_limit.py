@@ -11,7 +11,7 @@ import pytest
 from gateway.admission.cache_salt import NO_SALT
 from gateway.knowledge.token_bound import NORMALIZER_SLACK, TokenBound, token_bound
 from gateway.server.prompt_limit import PromptLimit
-from gateway.server.prompt_work import PromptWork
+from gateway.server.prompt_work import PromptTask, PromptWork
 from tests.support.reference_tokenizers import renderer_of
 from tests.support.stub_worker import byte_bundle
 from worker.prompt.renderer import PromptRenderer
@@ -67,8 +67,8 @@ async def test_a_huge_text_is_refused_without_tokenising_it() -> None:
     for request, param in ((parse_chat(b'{"model":"m","messages":[{"role":"user","content":"' + text + b'"}]}'),
                             "messages"), (parse_completion(b'{"model":"m","prompt":"' + text + b'"}'), "prompt")):
         with pytest.raises(ApiError) as refused:
-            await work.prepare(renderer, request, num_body_bytes=len(text), schemes=[],
-                               salt_of=lambda prompts: NO_SALT, limit=PromptLimit(4096, TokenBound(1), param))
+            await work.prepare(PromptTask(renderer, request, len(text), [], lambda prompts: NO_SALT,
+                                          limit=PromptLimit(4096, TokenBound(1), param)))
         assert (refused.value.status, refused.value.param) == (400, param)
         assert "at least 20000" in refused.value.message
         assert "4096" in refused.value.message

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.admission.cache_salt import NO_SALT, CacheSalt
 from gateway.server import prompt_work
-from gateway.server.prompt_work import PromptWork
+from gateway.server.prompt_work import PromptTask, PromptWork
 from gateway.server.request_record import RequestRecord
 from tests.support.stub_worker import BLOCK_SIZE, byte_bundle
 from worker.prompt.renderer import PromptRenderer
@@ -31,7 +31,7 @@ async def test_prompts_are_hashed_once_per_scheme_and_by_the_first() -> None:
     work, renderer = PromptWork(), PromptRenderer(byte_bundle())
     request = parse_completion(b'{"model":"m","prompt":["' + b"x" * 40 + b'","y"]}')
     schemes = [scheme("fast"), scheme("strict")]
-    prepared = await work.prepare(renderer, request, num_body_bytes=0, schemes=schemes, salt_of=no_salt)
+    prepared = await work.prepare(PromptTask(renderer, request, 0, schemes, no_salt))
     assert [len(prompt) for prompt in prepared.prompts] == [40, 1]
     assert prepared.num_tokens == 41
     assert prepared.hashes == {one: block_hashes(prepared.prompts[0], one) for one in schemes}
@@ -44,7 +44,7 @@ async def test_a_scope_keeps_the_memory_of_texts_apart() -> None:
     request = parse_completion(b'{"model":"m","prompt":"' + b"hello, world " * 200 + b'"}')
     sizes = []
     for scope in ("", "", "a", "a", "b"):
-        await work.prepare(renderer, request, num_body_bytes=0, schemes=[], salt_of=no_salt, scope=scope)
+        await work.prepare(PromptTask(renderer, request, 0, [], no_salt, scope=scope))
         sizes.append(renderer.tokenizer.remembered_bytes)
     one = sizes[0]
     assert one > 0
@@ -55,13 +55,12 @@ async def test_a_scope_keeps_the_memory_of_texts_apart() -> None:
 async def test_long_prompts_leave_the_event_loop_and_give_the_same_ids() -> None:
     work, renderer = PromptWork(), PromptRenderer(byte_bundle())
     request = parse_chat(b'{"model":"m","messages":[{"role":"user","content":"hello"}]}')
-    here, there = [await work.prepare(renderer, request, num_body_bytes=size, schemes=[], salt_of=no_salt)
+    here, there = [await work.prepare(PromptTask(renderer, request, size, [], no_salt))
                    for size in (prompt_work.ON_LOOP_BODY_BYTES, prompt_work.ON_LOOP_BODY_BYTES + 1)]
     assert here.prompts == there.prompts
     threads = [await work.run(size, threading.current_thread)
                for size in (prompt_work.ON_LOOP_BODY_BYTES, prompt_work.ON_LOOP_BODY_BYTES + 1)]
-    again = await work.prepare(renderer, request, num_body_bytes=prompt_work.ON_LOOP_KNOWN_BYTES, schemes=[],
-                               salt_of=no_salt)
+    again = await work.prepare(PromptTask(renderer, request, prompt_work.ON_LOOP_KNOWN_BYTES, [], no_salt))
     assert again.prompts == here.prompts
     assert threads[0] is threading.main_thread()
     assert threads[1].name.startswith("prompt")

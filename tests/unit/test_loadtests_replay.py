@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from loadtests.live.driver import Outcome
 from loadtests.live.prompts import WORDS, PromptMaker, PromptStyle
+from loadtests.live.report import as_table, replay_report
 from loadtests.live.results import ERROR_KINDS_MAX, errors_of, num_workers_of, result_of
 from loadtests.live.server_metrics import counted_between, counters_in
 from loadtests.sim.metrics import CacheBounds
 from loadtests.streaming_client import TimedAnswer
-from loadtests.traces import Message, TraceRequest
+from loadtests.traces import Message, Trace, TraceRequest
 
 REQUEST = TraceRequest(0.0, 40, 5, (1, 2))
 CHAINS = st.lists(st.integers(0, 3), max_size=6)
@@ -78,6 +79,13 @@ def test_figures_count_from_when_a_request_was_due() -> None:
     assert result["prediction"] == {"compared": 2, "equal": 1, "too_much": 0, "too_little": 1,
                                     "mean_absolute_tokens": 8.0}
     assert num_workers_of(outcomes) == 2
+
+
+@pytest.mark.parametrize(("cached", "is_odd"), [(16, True), (0, False)])
+def test_more_hits_than_the_trace_has_are_remarked_on(cached: int, is_odd: bool) -> None:
+    trace, about = Trace("t", "synthetic", 16, (REQUEST,)), {"url": "u", "model": "m", "seed": 0}
+    table = as_table(replay_report(trace, [outcome(0, cached=cached)], about, label="live"))
+    assert ("another --seed" in table) == is_odd
 
 
 def test_kinds_of_errors_are_bounded() -> None:

@@ -8,6 +8,7 @@ from gateway.routing.cost import (
     DEFAULT_DECODE_STEP_S,
     DEFAULT_PREFILL_TOKENS_PER_S,
     EVICTED_REUSE_RATIO,
+    OTHERS_DOUBT_RATIO,
     PRICE_MAX_S,
     ROOM_DOUBT_RATIO,
     ROOM_KEPT_RATIO,
@@ -159,6 +160,12 @@ def test_what_matches_needs_room_unless_somebody_holds_it_anyway() -> None:
     holder, other = Stream(100, 0, 100, 99.0, chain[:50]), Stream(100, 0, 100, 99.0, (-1, *chain[1:50]))
     assert with_streams([holder], match=Match(50, 0), chain=chain, blocks_cached=90).room_s == 0.0
     assert with_streams([other], match=Match(50, 0), chain=chain, blocks_cached=90).room_s > 0.0
+
+
+def test_where_others_send_much_more_may_have_come_since_the_report() -> None:
+    assert cost(view()).doubt_s == 0.0
+    assert cost(view(others_ratio=0.5)).doubt_s == pytest.approx(OTHERS_DOUBT_RATIO * 0.5 * LIFE_S)
+    assert cost(view(others_ratio=0.5)).first_token_s == cost(view()).first_token_s, "a doubt, not an expectation"
 
 
 def test_an_idle_worker_whose_pool_is_used_by_nobody_has_room() -> None:

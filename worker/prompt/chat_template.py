@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 import jinja2
@@ -22,6 +23,7 @@ from worker.protocol.api_error import ApiError, invalid_request
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
 """Twice the default body limit: a template that writes more than that multiplies its input."""
 MAX_ERROR_CHARS = 500
+PIECES_AT_ONCE = 64  # written between two looks at the length
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _REASONING_NAMES = frozenset(_REASONING_FIELDS)
@@ -145,11 +147,10 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _join(pieces: Iterable[str]) -> str:
-    size = 0
-    kept = []
-    for piece in pieces:
-        size += len(piece)
+    size, kept, coming = 0, list[str](), iter(pieces)
+    while some := list(islice(coming, PIECES_AT_ONCE)):
+        size += sum(map(len, some))
         if size > MAX_RENDERED_CHARS:
             raise invalid_request(f"The rendered prompt is longer than {MAX_RENDERED_CHARS} characters.", "messages")
-        kept.append(piece)
+        kept += some
     return "".join(kept)

@@ -10,6 +10,8 @@ that a caller can log them. `null` means absent, as OpenAI's clients send it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -157,6 +159,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
 
 
+SAMPLINGS_REMEMBERED = 1024
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _embedding_decoder = msgspec.json.Decoder(EmbeddingBody)
@@ -266,17 +269,26 @@ def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | 
     }
 
 
+_ASKED = ("temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+          "min_tokens", "ignore_eos")
+_asked_of = attrgetter(*_ASKED)
+
+
 def _sampling(given: GenerationBody, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-    asked = {
-        "temperature": given.temperature, "top_p": given.top_p, "min_p": given.min_p, "seed": given.seed,
-        "repetition_penalty": given.repetition_penalty, "presence_penalty": given.presence_penalty,
-        "frequency_penalty": given.frequency_penalty, "min_tokens": given.min_tokens, "ignore_eos": given.ignore_eos,
-    }
-    return SamplingParams(
-        **{name: value for name, value in asked.items() if value is not None},  # type: ignore[arg-type]
-        # vLLM's clients turn top_k off with -1 or 0.
-        top_k=given.top_k if given.top_k is not None and given.top_k > 0 else None,
-        logit_bias=_logit_bias(given.logit_bias), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    # vLLM's clients turn top_k off with -1 or 0.
+    top_k = given.top_k if given.top_k is not None and given.top_k > 0 else None
+    usual = _usual_sampling(_asked_of(given), top_k, logprobs, prompt_logprobs)
+    bias = given.logit_bias
+    return usual if not bias else msgspec.structs.replace(usual, logit_bias=_logit_bias(bias))
+
+
+@lru_cache(SAMPLINGS_REMEMBERED, typed=True)
+def _usual_sampling(asked: tuple[float | None, ...], top_k: int | None, logprobs: int | None,
+                    prompt_logprobs: int | None) -> SamplingParams:
+    """Without a bias. Clients ask for the same again and again, and nobody changes what is frozen."""
+    given = {name: value for name, value in zip(_ASKED, asked, strict=True) if value is not None}
+    return SamplingParams(**given, top_k=top_k, logprobs=logprobs,  # type: ignore[arg-type]
+                          prompt_logprobs=prompt_logprobs)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -294,9 +306,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
-    if not biases:
-        return {}
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     if len(biases) > MAX_LOGIT_BIAS_TOKENS:
         raise invalid_request(f"logit_bias names {len(biases)} tokens; at most {MAX_LOGIT_BIAS_TOKENS} are accepted.",
                               "logit_bias")
@@ -348,6 +358,8 @@ def _best_of(given: CompletionBody) -> int | None:
 
 
 def _refuse_unsupported_chat(given: ChatBody) -> None:
+    if given.chat_template is None and given.functions is None and given.function_call is None:
+        return
     _refuse_chat_template(given.chat_template)
     for name, remedy in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(given, name) is not None:

@@ -36,6 +36,7 @@ TOKEN_BYTES = 4
 _KEY_HEAD = struct.Struct("<BII")
 _COUNT = struct.Struct("<I")
 _SCHEMES_REMEMBERED = 64
+KEYS_REMEMBERED = 4096
 
 KeyKind = Annotated[int, Meta(ge=1, le=255)]
 KeyStart = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
@@ -151,7 +152,7 @@ def block_hashes(token_ids: Sequence[int], scheme: HashScheme, extra_keys: Seque
     block_bytes = scheme.block_size * TOKEN_BYTES
     packed = pack_tokens(token_ids)
     full = packed[: len(packed) - len(packed) % block_bytes]
-    return _chain(scheme.root(), full, block_bytes, _keys_by_block(extra_keys, scheme.block_size))
+    return _chain(scheme.root(), full, block_bytes, _grouped_keys(tuple(extra_keys), scheme.block_size))
 
 
 def continue_chain(parent: int, token_ids: Sequence[int], scheme: HashScheme,
@@ -228,6 +229,12 @@ def _encode_keys(keys: tuple[ExtraKey, ...]) -> bytes:
 def _canonical(keys: Iterable[ExtraKey]) -> tuple[ExtraKey, ...]:
     """Order and repetition carry no meaning, so they must not change the hash."""
     return tuple(sorted(set(keys), key=lambda key: (key.start, key.kind, key.value)))
+
+
+@lru_cache(KEYS_REMEMBERED)
+def _grouped_keys(extra_keys: tuple[ExtraKey, ...], block_size: int) -> Mapping[int, tuple[ExtraKey, ...]]:
+    """A tenant's requests have the same keys again and again. Nobody changes what this returns."""
+    return _keys_by_block(extra_keys, block_size)
 
 
 def _keys_by_block(extra_keys: Sequence[ExtraKey], block_size: int) -> dict[int, tuple[ExtraKey, ...]]:

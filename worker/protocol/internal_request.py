@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 from urllib.parse import quote, unquote
 
@@ -35,6 +36,7 @@ RESUME_ID_MAX_CHARS = 512
 PROMPTS_MAX = 1024
 SALT_MAX_BYTES = 64
 TENANT_MAX_CHARS = 256
+TENANTS_REMEMBERED = 1024
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenan
         PROMPT_LENGTHS_HEADER: ",".join([str(len(prompt)) for prompt in prompts]),
     }
     if tenant is not None:
-        headers[TENANT_HEADER] = quote(tenant, safe="")
+        headers[TENANT_HEADER] = _quoted(tenant)
     if salt is not None:
         headers[SALT_HEADER] = salt.hex()
         headers[SALT_FROM_HEADER] = str(salt_from)
@@ -93,6 +95,11 @@ def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenan
     if tells_token_ids:
         headers[TOKEN_IDS_HEADER] = TOKEN_IDS_IN_COMMENTS
     return headers, b"".join([json_body, *map(pack_tokens, prompts)])
+
+
+@lru_cache(TENANTS_REMEMBERED)
+def _quoted(tenant: str) -> str:
+    return quote(tenant, safe="")
 
 
 def is_internal(headers: Mapping[str, str]) -> bool:
