@@ -70,7 +70,7 @@ DYNAMO     ?=
 TOKENIZERS ?=
 TEXT       ?=
 bench-routing: dev
-	$(PY) -m loadtests.bench.routing_report $(if $(DYNAMO),--dynamo $(DYNAMO)) $(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	$(PY) -m loadtests.bench.routing_costs $(if $(DYNAMO),--dynamo $(DYNAMO)) $(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 # Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev
