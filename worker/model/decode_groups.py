@@ -31,8 +31,7 @@ class DecodeGroup:
 
     `shared` are blocks that all of them have and see whole, or None; `own` are each one's own, all others that it
     sees anything of, padded to one width and end to end. `mask` [kv_heads * size, 1, own keys] is added to the scores
-    of own keys. Where it is None all keys in `seen` of the own ones are seen, and no others: one sequence, one KV
-    head, for which that is cheaper.
+    of own keys. Where it is None, with a single sequence, all keys in `seen` of the own ones are seen and no others.
     """
 
     size: int
@@ -141,7 +140,7 @@ def _plan(members: list[RowSpan], shape: GroupShape, shared: range, device: torc
     ids = [block_id for span, indices in zip(members, own, strict=True)
            for block_id in (*(span.block_table[index] for index in indices),
                             *(shape.blank_block,) * (width - len(indices)))]
-    lone = len(members) == 1 and shape.num_kv_heads == 1
+    lone = len(members) == 1
     shared_ids = members[0].block_table[shared.start:shared.stop]
     return DecodeGroup(
         size=len(members), rows=torch.tensor([span.first_row for span in members], device=device),
