@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator bench-live bench-agreement soak soak-worker isolation flood kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator bench-live bench-agreement policy-report soak soak-worker isolation flood kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -84,6 +84,10 @@ bench-live: dev
 # One trace live and simulated: the simulator's error
 bench-agreement: dev
 	$(PY) -m loadtests.bench.agreement $(ARGS)
+
+# Ours beside every policy in the simulator, over every workload; it may be stopped and gone on with
+policy-report: dev
+	$(PY) -m loadtests.policy_report --traces $(TRACES) --report $(REPORT) $(ARGS)
 
 # A large fleet in the simulator: 1,000 workers, 250,000 requests, one core
 bench-simulator: dev
