@@ -141,9 +141,9 @@ def main() -> int:
     """Measure and print; 1 when the quiet tenant feels the flood too much."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.flood",
                                      description="What a flooding tenant does to another.",
-                                     epilog="example: python -m loadtests.flood --phases 4 --seconds 15")
+                                     epilog="example: python -m loadtests.flood --phases 4 --seconds 14")
     parser.add_argument("--phases", type=int, default=4, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=16.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=14.0, help="of each phase")
     parser.add_argument("--places", type=int, default=NUM_PLACES, help="requests under way at the worker")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the result there")

@@ -100,7 +100,7 @@ def running_tenants(tenants: Sequence[str], *, hidden: int, layers: int, num_wor
             os.sched_setaffinity(0, cores[1:])
             children.callback(os.sched_setaffinity, 0, cores)
         port = free_port()
-        gateway = start(["gateway", f"--port={port}", f"--keys-file={keys_file}", *arguments,
+        gateway = start(["gateway", f"--port={port}", f"--keys-file={keys_file}", "--log-level=warning", *arguments,
                          *(f"--worker=http://127.0.0.1:{worker}" for worker in ports)],
                         url=f"http://127.0.0.1:{port}", env=env)
         children.callback(gateway.stop)

@@ -14,6 +14,8 @@ import orjson
 
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 TAIL_LIMIT_BYTES = 64 * 1024
+_USUAL_END = b"data: [DONE]\n\n"
+_USAGE = b'"usage"'
 _BORDERS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -60,6 +62,8 @@ class StreamTail:
 
     def ended_with_done(self) -> bool:
         """Whether the last line that says anything is `data: [DONE]`; comments and blank lines say nothing."""
+        if len(self._chunks) > 1 and self._chunks[-1] == _USUAL_END and self._chunks[-2].endswith(b"\n"):
+            return True
         for line in reversed(self.tail().splitlines()):
             if not line or line.startswith(b":"):
                 continue
@@ -69,11 +73,15 @@ class StreamTail:
 
     def stream_usage(self) -> Usage | None:
         """The usage of the last data event that has one."""
-        for line in reversed(self.tail().splitlines()):
-            if line.startswith(b"data:") and b'"usage"' in line:
-                usage = body_usage(line[5:].strip())
-                if usage is not None:
-                    return usage
+        tail = self.tail()
+        at = tail.rfind(_USAGE)
+        while at >= 0:
+            begin = max(tail.rfind(b"\n", 0, at), tail.rfind(b"\r", 0, at)) + 1
+            line = tail[begin:].splitlines()[0]
+            usage = body_usage(line[5:].strip()) if line.startswith(b"data:") else None
+            if usage is not None:
+                return usage
+            at = tail.rfind(_USAGE, 0, begin)
         return None
 
 

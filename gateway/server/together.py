@@ -7,6 +7,7 @@ Must never: decide; it hands on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 
 from gateway.knowledge.endpoint_table import EndpointTable
@@ -85,14 +86,16 @@ class Together:
         """Called in the line's thread."""
         async def take_in() -> None:
             await self._take_in(edits_from(payload))
-            taken_in()
+            with contextlib.suppress(OSError):  # a supervisor that is gone asks for nothing more
+                taken_in()
 
         def begin() -> None:
             task = asyncio.create_task(take_in())
             self._taking_in.add(task)
             task.add_done_callback(self._taking_in.discard)
 
-        self._loop.call_soon_threadsafe(begin)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and this process with it
+            self._loop.call_soon_threadsafe(begin)
 
     async def watch_drains(self) -> None:
         """Take in what is drained through other processes. Runs for ever."""

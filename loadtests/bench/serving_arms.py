@@ -23,6 +23,7 @@ VOCABULARY = WORDS.split()
 NUM_SHORT, SHORT_TOKENS, LONG_TOKENS, LONG_AT = 15, 16, 512, 3
 STAGGER_S = 0.5
 NUM_STREAMS, STREAM_TOKENS, CONTROL_TOKENS = 8, 350, 40
+STREAM_PROMPT_TOKENS = 70      # 30 words and what a template says besides, at most
 LONG_PROMPT_WORDS = 5_900       # a word of the list is a token, or a little more
 WORDS_TOGETHER = 300
 BATCH = 16
@@ -65,7 +66,7 @@ async def gaps_beside_a_prefill(session: aiohttp.ClientSession, url: str, *, see
         return started, await timed_chat(session, url, body(prompt((seed, "stream", index), 30), STREAM_TOKENS))
 
     streams = [asyncio.create_task(stream(index)) for index in range(NUM_STREAMS)]
-    await _until_tokens(session, url, NUM_STREAMS * CONTROL_TOKENS)
+    await _until_tokens(session, url, NUM_STREAMS * (STREAM_PROMPT_TOKENS + CONTROL_TOKENS))
     arrives = time.perf_counter() - began
     long = await timed_chat(session, url, body(prompt((seed, "long"), LONG_PROMPT_WORDS), 1))
     ends = time.perf_counter() - began

@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from loadtests.bench import engines
-from loadtests.bench.engine_cases import Case, all_cases
+from loadtests.bench.engine_cases import Case, Figure, all_cases
 from loadtests.bench.engines import Engine
 from loadtests.local_stack import StackError
 
@@ -59,7 +59,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                                      epilog="example: python -m loadtests.bench.worker --model gemma3 --rounds 3")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--dtype", default="bfloat16", help="of transformers; the worker chooses its own")
     parser.add_argument("--llama-server", help="llama.cpp's server; needs --gguf")
@@ -74,7 +74,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _chosen_cases(part_of_name: str) -> list[Case]:
-    return [case for case in all_cases() if part_of_name in case.name]
+    return [case for case in all_cases() if any(part_of_name in name for name in case.names)]
 
 
 @contextlib.contextmanager
@@ -101,37 +101,34 @@ def _engines(args: argparse.Namespace) -> Iterator[tuple[list[Engine], dict[str,
 
 
 def measure(started: Sequence[Engine], cases: Sequence[Case], rounds: int) -> dict[str, Any]:
-    """Figures by case and engine. A first round of the first case is thrown away: it warms what warms once."""
+    """Figures by name and engine. A first round of the first case is thrown away: it warms what warms once."""
     for engine in started:
         cases[0].run(engine, random.Random(SEED - 1))
-    figures: dict[str, dict[str, dict[str, list[float]]]] = {}
+    figures: dict[str, dict[str, list[Figure]]] = {}
     for round_index in range(rounds):
         for index, case in enumerate(cases):
-            _progress(round_index * len(cases) + index, rounds * len(cases), case.name)
+            _progress(round_index * len(cases) + index, rounds * len(cases), case.names[0])
             # The same prompts for every engine, other ones in every round, and another engine first.
             first = round_index % len(started)
-            turn = [*started[first:], *started[:first]]
-            for engine in turn:
-                if case.is_warm and not engine.reuses_prefixes:
-                    continue
-                figure = case.run(engine, random.Random(f"{SEED} {round_index} {case.name}"))
-                of_engine = figures.setdefault(case.name, {}).setdefault(engine.name, {"values": [], "cpu_s": []})
-                of_engine["values"].append(round(figure.value, 2))
-                of_engine["cpu_s"].append(round(figure.cpu_s, 3))
+            for engine in (*started[first:], *started[:first]):
+                for figure in case.run(engine, random.Random(f"{SEED} {round_index} {case.names[0]}")):
+                    figures.setdefault(figure.name, {}).setdefault(engine.name, []).append(figure)
     _progress(0, 0, "")
-    return {case.name: _summary(case, figures[case.name]) for case in cases}
+    return {name: _summary(by_engine) for name, by_engine in figures.items()}
 
 
-def _summary(case: Case, by_engine: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def _summary(by_engine: dict[str, list[Figure]]) -> dict[str, Any]:
     """Medians, and how many times faster we are than each peer, round by round."""
-    medians = {name: statistics.median(found["values"]) for name, found in by_engine.items()}
-    ratios = {}
-    for name, of_peer in by_engine.items():
-        pairs = zip(by_engine[OURS]["values"], of_peer["values"], strict=True)
-        ratios[name] = round(statistics.median(
-            ours / theirs if case.more_is_better else theirs / ours for ours, theirs in pairs), 3)
-    return {"unit": case.unit, "median": medians,
-            "times_faster_than": {name: ratio for name, ratio in ratios.items() if name != OURS}, "all": by_engine}
+    ours, ratios = by_engine[OURS], {}
+    for name, theirs in by_engine.items():
+        if name != OURS:
+            ratios[name] = round(statistics.median(
+                mine.value / other.value if mine.more_is_better else other.value / mine.value
+                for mine, other in zip(ours, theirs, strict=True)), 3)
+    return {"unit": ours[0].unit, "times_faster_than": ratios,
+            "median": {name: statistics.median(each.value for each in found) for name, found in by_engine.items()},
+            "all": {name: {"values": [round(each.value, 2) for each in found],
+                           "cpu_s": [round(each.cpu_s, 3) for each in found]} for name, found in by_engine.items()}}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gateway import errors
 from gateway.admission.limits import Bucket, Limit, Meters, TenantMeter
+from gateway.admission.places import may_hold_another
 from gateway.admission.queue import FairQueue, ServiceRate, Waiting
 from gateway.admission.tenants import Tenant, TenantLimits
 
@@ -109,6 +110,17 @@ def test_a_newcomer_waits_for_its_own_line_and_as_much_of_the_others() -> None:
     queue.offer(Waiting("quiet", 100, 0, 10.0))
     assert queue.tokens_before("quiet", 1.0) == 300
     assert queue.tokens_before("quiet", 2.0) == 250
+
+
+@pytest.mark.parametrize(("num_places", "ratio", "num_tenants", "num_left"), [
+    (8, 0.125, 1, 1), (7, 0.125, 1, 0), (512, 0.125, 1, 64), (512, 0.125, 2, 34), (512, 0.0, 1, 0), (1, 0.9, 1, 0)])
+def test_tenants_that_take_all_they_may_leave_places_to_others(num_places: int, ratio: float, num_tenants: int,
+                                                               num_left: int) -> None:
+    held = [0] * num_tenants
+    while any(may_hold_another(count, num_places - sum(held), ratio) for count in held):
+        held[held.index(min(held))] += 1
+    assert num_places - sum(held) == num_left
+    assert not num_left or may_hold_another(0, num_left, ratio), "who holds none finds one"
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.0, "1"), (1.2, "2"), (1e9, "120")])

@@ -68,6 +68,20 @@ def test_only_a_last_done_line_ends_a_stream(end: bytes, done: bool) -> None:
     assert fed([b"data: {}\n\n", end] if end else [b"data: {}\n\n"]).ended_with_done() is done
 
 
+PIECES = [b'data: {"usage":{"prompt_tokens":1}}', b'data: {"usage":null}', 
+          b'data:{"usage":{"prompt_tokens":2}}', b"\n", b"\r",
+          b": comment", b"data: [DONE]", b"data: [DONE]\n\n", b"x", b'"usage"']
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(b"".join), max_size=6))
+def test_the_end_is_read_as_line_by_line(chunks: list[bytes]) -> None:
+    lines = [line for line in b"".join(chunks).splitlines() if line and not line.startswith(b":")]
+    tail = fed(chunks)
+    assert tail.ended_with_done() == (bool(lines) and lines[-1] in (b"data: [DONE]", b"data:[DONE]"))
+    found = [body_usage(line[5:].strip()) for line in lines if line.startswith(b"data:")]
+    assert tail.stream_usage() == next((usage for usage in reversed(found) if usage is not None), None)
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"usage":null}', b'{"usage":{}}', b'{"usage":3}',
                                   b'{"usage":{"prompt_tokens":"many"}}'])
 def test_a_body_without_usage_has_none(body: bytes) -> None:

@@ -26,6 +26,8 @@ SCORES_MAX_ELEMENTS = 4 * 2**20
 QUERY_TILE_MAX = {"cpu": 128}
 QUERY_TILE_MAX_ELSEWHERE = 512
 QUERY_TILE_MIN = 32
+# One row of several KV heads over few keys: SDPA takes the keys as they lie, and costs less before it begins.
+SDPA_KEYS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +115,22 @@ class FastAttention:
     def _attend_group(self, call: AttentionCall, group: DecodeGroup) -> torch.Tensor:
         """The rows of the group [size, heads, value_dim]."""
         keys, values = self.storage.gather_heads(call.layer, group.own, call.query.dtype)
-        if group.mask is None:
-            # Strides as of a whole tensor: bmm copies a single matrix that seems to be cut out of a larger batch.
-            keys, values = (each[0, group.seen].unsqueeze(0) for each in (keys, values))
         num_kv_heads, dim = len(keys), call.query.shape[-1]
         query = call.query if group.rows is None else call.query.index_select(1, group.rows)
-        if group.size == 1:
-            return _attention(call, query.reshape(num_kv_heads, -1, dim), keys, values, mask=group.mask).view(
-                1, -1, values.shape[-1])
+        if group.mask is None:
+            return _attention_of_one(call, query.reshape(num_kv_heads, -1, dim), keys[:, group.seen],
+                                     values[:, group.seen])
         folded = query.reshape(num_kv_heads, -1, group.size, dim).transpose(1, 2).flatten(0, 1)
-        keys, values = (each.view(len(folded), -1, each.shape[-1]) for each in (keys, values))
-        if group.shared is None or group.mask is None:
+        keys, values = (each.reshape(len(folded), -1, each.shape[-1]) for each in (keys, values))
+        if group.shared is None:
             result = _attention(call, folded, keys, values, mask=group.mask)
         else:
-            shared = self.storage.gather_heads(call.layer, group.shared, call.query.dtype)
+            shared = _end_to_end(*self.storage.gather_heads(call.layer, group.shared, call.query.dtype))
             result = _attention_of_two(call, folded, (keys, values), shared, mask=group.mask)
         return result.view(num_kv_heads, group.size, -1, result.shape[-1]).transpose(0, 1).flatten(1, 2)
 
     def _attend_prompt(self, call: AttentionCall, plan: _PromptPlan, out: torch.Tensor) -> None:
-        keys, values = self.storage.gather_heads(call.layer, plan.blocks, call.query.dtype)
+        keys, values = _end_to_end(*self.storage.gather_heads(call.layer, plan.blocks, call.query.dtype))
         num_heads, num_kv_heads = call.query.shape[0], keys.shape[0]
         for tile in plan.tiles:
             rows = slice(plan.span.first_row + tile.first, plan.span.first_row + tile.first + tile.count)
@@ -140,6 +139,24 @@ class FastAttention:
             result = _attention(call, folded, keys[:, visible], values[:, visible], mask=tile.mask.unsqueeze(0),
                                 mask_from=tile.mask_from)
             out[rows] = result.view(num_heads, tile.count, -1).transpose(0, 1)
+
+
+def _attention_of_one(call: AttentionCall, query: torch.Tensor, keys: torch.Tensor,
+                      values: torch.Tensor) -> torch.Tensor:
+    """[1, heads, value_dim] for one row's query [kv_heads, group, dim] over just the keys that it sees."""
+    if keys.shape[1] <= SDPA_KEYS_MAX and len(keys) > 1 and call.softcap is None:
+        result = scaled_dot_product_attention(query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
+                                              scale=call.scaling)[0]
+    else:
+        result = _attention(call, query, *_end_to_end(keys, values), mask=None)
+    return result.reshape(1, -1, values.shape[-1])
+
+
+def _end_to_end(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a product wants them: bmm copies slowly what seems to be cut out of something larger, be it one matrix."""
+    if len(keys) == 1:
+        return keys[0].unsqueeze(0), values[0].unsqueeze(0)
+    return keys.contiguous(), values.contiguous()
 
 
 def _by_hand(call: AttentionCall) -> bool:

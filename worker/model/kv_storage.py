@@ -110,7 +110,7 @@ class KVStorage:
 
     def gather_heads(self, layer: int, blocks: Blocks, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """These blocks head by head: keys [kv_head, n * block_size, key_dim] and values, in `dtype`. To be read only:
-        a run of a single head's blocks is no copy. Several heads' would not lie as a product wants them."""
+        a run of blocks is no copy, and then several heads do not lie as a product wants them: end to end."""
         if not self.head_major:
             ids = torch.arange(blocks.start, blocks.stop, device=self.keys[layer].device) \
                 if isinstance(blocks, slice) else blocks
@@ -120,9 +120,7 @@ class KVStorage:
         def gathered(by_head: torch.Tensor) -> torch.Tensor:
             if not isinstance(blocks, slice):
                 return _in(dtype, by_head.index_select(1, blocks).flatten(1, 2))
-            if len(by_head) == 1:
-                return _in(dtype, by_head[0, blocks].view(1, -1, by_head.shape[-1]))
-            return _in(dtype, by_head[:, blocks].flatten(1, 2).contiguous())
+            return _in(dtype, by_head[:, blocks].flatten(1, 2))
 
         return self._pair(layer, gathered, self.by_head[layer])
 
