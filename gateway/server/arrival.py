@@ -6,7 +6,7 @@ aiohttp has not parsed, or remember who asks where that can end by itself (a JWT
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from aiohttp import hdrs
 from aiohttp.http import HttpVersion11
@@ -87,9 +87,5 @@ class Arrivals:
         tenant = self._access.lasting_tenant_of(headers)
         return None if tenant is None else HeadFacts(
             route, tenant, usable_request_id(headers), headers.get(DEADLINE_HEADER),
-            _all(headers.getall("X-Forwarded-For", [])), _all(headers.getall("Forwarded", [])),
+            tuple(headers.getall("X-Forwarded-For", [])), tuple(headers.getall("Forwarded", [])),
             passed_on_headers(headers), self._routes.cors_headers(headers))
-
-
-def _all(values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(values)

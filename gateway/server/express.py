@@ -36,6 +36,8 @@ from worker.protocol.logs import get_logger
 
 # Whoever has waited so long for a worker gets a task, which has a limit of its own to watch.
 WAIT_MAX_S = 2.0
+# So many take their steps together; then it is others' turn on the loop. One a connection waits, at most.
+TOGETHER_MAX = 32
 _log = get_logger(__name__)
 
 
@@ -105,14 +107,18 @@ class Express:
     def _depart_all(self) -> None:
         """Those who came in one turn of the loop take each step together: what a step needs of the processor's caches
         is then loaded once for all."""
-        departing, self._departing = self._departing, []
+        departing, self._departing = self._departing[:TOGETHER_MAX], self._departing[TOGETHER_MAX:]
+        if self._departing:
+            self._loop.call_soon(self._depart_all)
         for step in _DEPARTURE:
             departing = [passenger for passenger in departing if self._goes_on(passenger, step)]
         if self._look is None and self._under_way:
             self._look = self._loop.call_later(LOST_LOOK_S, self._look_at_all)
 
     def _arrive_all(self) -> None:
-        arriving, self._arriving = self._arriving, []
+        arriving, self._arriving = self._arriving[:TOGETHER_MAX], self._arriving[TOGETHER_MAX:]
+        if self._arriving:
+            self._loop.call_soon(self._arrive_all)
         for step in _ARRIVAL:
             arriving = [passenger for passenger in arriving if self._goes_on(passenger, step)]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import orjson
 import pytest
 from aiohttp import web
 
+from gateway.server.express import TOGETHER_MAX
 from tests.integration.test_gateway_tenants import KEY_A, KEY_C, as_key, keys_file
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
@@ -142,6 +143,18 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses == [b"200", b"200", b"400", b"200"]
         assert await counted(gateway, "handed_over") == 1
         assert len(stub.seen) == 5, "each was sent once"
+
+
+async def test_more_than_take_their_steps_together_are_all_answered() -> None:
+    async with serving() as (stub, gateway), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(in_lane(gateway)) for _ in range(TOGETHER_MAX + 8)]
+        before = await counted(gateway, "answered")
+        for number, client in enumerate(clients):
+            client.writer.write(chat(f"all at once, {number}"))
+        answers = await asyncio.gather(*(client.answer() for client in clients))
+        assert all(b" 200 OK" in found for found in answers)
+        assert len(stub.seen) == 3 * len(clients)
+        assert await counted(gateway, "answered") > before, "some find a kept connection"
 
 
 async def test_a_half_closed_client_in_the_lane_gets_its_answer() -> None:
