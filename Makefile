@@ -11,7 +11,7 @@ ARGS    ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator bench-live bench-agreement soak soak-worker isolation flood kill-trials clean
+.PHONY: install dev up demo test test-full lint bench bench-routing bench-gateway bench-relay bench-worker bench-serving bench-simulator bench-live bench-agreement policy-report soak soak-worker isolation flood kill-trials clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -70,7 +70,7 @@ DYNAMO     ?=
 TOKENIZERS ?=
 TEXT       ?=
 bench-routing: dev
-	$(PY) -m loadtests.bench.routing_report $(if $(DYNAMO),--dynamo $(DYNAMO)) $(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	$(PY) -m loadtests.bench.routing_costs $(if $(DYNAMO),--dynamo $(DYNAMO)) $(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 # Beside nginx, sglang-router and vllm-router where they are installed: ARGS="--sglang-router PATH"
 bench-gateway: dev
@@ -84,6 +84,10 @@ bench-live: dev
 # One trace live and simulated: the simulator's error
 bench-agreement: dev
 	$(PY) -m loadtests.bench.agreement $(ARGS)
+
+# Ours beside every policy in the simulator, over every workload; it may be stopped and gone on with
+policy-report: dev
+	$(PY) -m loadtests.policy_report --traces $(TRACES) --report $(REPORT) $(ARGS)
 
 # A large fleet in the simulator: 1,000 workers, 250,000 requests, one core
 bench-simulator: dev

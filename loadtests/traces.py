@@ -215,9 +215,9 @@ def _read_conversations(lines: Iterator[dict[str, Any]], draw: random.Random,
                         block_size: int | None) -> tuple[int, list[TraceRequest]]:
     """Text: every assistant message is one request whose prompt is all that stands before it."""
     requests, block = [], block_size or TEXT_BLOCK
-    for line in lines:
+    for number, line in enumerate(lines):
         said: list[Message] = []
-        at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", ""))
+        at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", number))
         for message in line["messages"]:
             turn = Message(message["role"], _text_of(message))
             if turn.role == ASSISTANT:
@@ -231,9 +231,9 @@ def _read_questions(lines: Iterator[dict[str, Any]], draw: random.Random,
                     block_size: int | None) -> tuple[int, list[TraceRequest]]:
     """Benchmark questions of some turns, answers of 200 tokens: the case without a common prefix."""
     requests, block, answer = [], block_size or TEXT_BLOCK, "." * 200 * CHARACTERS_PER_TOKEN
-    for line in lines:
+    for number, line in enumerate(lines):
         said: list[Message] = []
-        at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", ""))
+        at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", number))
         for turn in line["turns"]:
             said.append(Message("user", str(turn)))
             requests.append(_text_request(said, answer, block, at_s=at_s, session=session))

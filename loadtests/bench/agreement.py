@@ -23,18 +23,21 @@ import orjson
 
 from loadtests.live.calibrate import calibrate
 from loadtests.live.driver import Driver, Outcome, Pace, Target
-from loadtests.live.fleet import SERVED_NAME, Fleet, running_fleet
+from loadtests.live.fleet import SERVED_NAME, Fleet, FleetError, running_fleet
 from loadtests.live.fronts import Programs, running_front
 from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of as live_result
+from loadtests.live.waiting import NotInTime
+from loadtests.local_stack import StackError
 from loadtests.provenance import provenance
 from loadtests.sim.cluster import Cluster, ClusterSettings
 from loadtests.sim.fit import DecodeStep, Fit, Prefill, fit, means
 from loadtests.sim.metrics import CacheBounds, cache_bounds, saturation_rate
 from loadtests.sim.metrics import result_of as simulated_result
 from loadtests.sim.policies import POLICIES
+from loadtests.streaming_client import AnswerError
 from loadtests.tiny_model import write_tiny_model
-from loadtests.traces import Trace, load_trace
+from loadtests.traces import Trace, TraceError, load_trace
 
 EXCERPT = Path(__file__).parents[1] / "excerpts" / "mooncake_400.jsonl.gz"
 BLOCK_SIZE = 16
@@ -144,7 +147,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the report as JSON")
     args = parser.parse_args()
-    report = asyncio.run(_bench(args))
+    try:
+        report = asyncio.run(_bench(args))
+    except (StackError, FleetError, NotInTime, AnswerError, TraceError) as error:
+        sys.exit(f"{parser.prog}: {error}")
     print(as_table(report))
     if args.out is not None:
         args.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")

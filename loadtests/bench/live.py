@@ -26,16 +26,19 @@ from typing import Any
 import orjson
 
 from loadtests.live.driver import Driver, Outcome, Pace, Target
-from loadtests.live.fleet import SERVED_NAME, Fleet, running_fleet
+from loadtests.live.fleet import SERVED_NAME, Fleet, FleetError, running_fleet
 from loadtests.live.fronts import OUR_POLICIES, SGLANG, VLLM, Programs, running_front
 from loadtests.live.hit_check import HitCheck, checked
 from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of
 from loadtests.live.sessions import overlapping, saturation_per_s, text_of
+from loadtests.live.waiting import NotInTime
+from loadtests.local_stack import StackError
 from loadtests.provenance import provenance
 from loadtests.sim.metrics import cache_bounds
+from loadtests.streaming_client import AnswerError
 from loadtests.tiny_model import write_tiny_model
-from loadtests.traces import Trace, load_trace
+from loadtests.traces import Trace, TraceError, load_trace
 
 EXCERPT = Path(__file__).parents[1] / "excerpts" / "tau_airline_64.jsonl.gz"
 ARMS = (*OUR_POLICIES, SGLANG, *VLLM)
@@ -169,7 +172,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the report as JSON")
     args = parser.parse_args()
-    report = asyncio.run(_bench(args))
+    try:
+        report = asyncio.run(_bench(args))
+    except (StackError, FleetError, NotInTime, AnswerError, TraceError) as error:
+        sys.exit(f"{parser.prog}: {error}")
     print(as_table(report))
     if args.out is not None:
         args.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")

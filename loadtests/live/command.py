@@ -61,9 +61,12 @@ async def _replay(args: argparse.Namespace, trace: Trace) -> tuple[dict[str, Any
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     async with aiohttp.ClientSession(headers=headers) as http:
         model = args.model or await _first_model(http, args.url)
-        prompts = PromptMaker(PromptStyle(model, args.seed, args.prompts, *_tokens(args.token_ids), args.max_output,
-                                          args.openai_only), trace.block_size)
-        pace = Pace(args.speed, args.max_open, args.timeout, args.answers == "real")
+        tokens_from, tokens_to = _tokens(args.token_ids)
+        prompts = PromptMaker(PromptStyle(
+            model, seed=args.seed, kind=args.prompts, tokens_from=tokens_from, tokens_to=tokens_to,
+            output_max=args.max_output, is_plain=args.openai_only), trace.block_size)
+        pace = Pace(speed=args.speed, open_max=args.max_open, timeout_s=args.timeout,
+                    real_answers=args.answers == "real")
         driver = Driver(Target(args.url, headers, args.name_sessions), prompts, pace, run_id=secrets.token_hex(4))
         before = await read_counters(http, args.url)
         outcomes = await driver.run(trace, _progress())

@@ -26,6 +26,7 @@ from loadtests.live.waiting import until
 from loadtests.local_stack import Child, free_port, start
 
 STOP_S = 10.0
+LOG_BYTES_MAX = 1 << 26   # of our gateway's lines, the newest
 OUR_POLICIES = ("headstart", "round_robin", "least_load")
 SGLANG = "sglang-router"
 VLLM_POLICIES = ("consistent_hash", "sticky_least_loaded")
@@ -66,7 +67,7 @@ class Front:
         """The gateway's line of each request that has ended; none of others' routers."""
         if self.child is None:
             return []
-        lines = self.child.log_tail(1 << 30).splitlines()
+        lines = self.child.log_tail(LOG_BYTES_MAX).splitlines()
         return [line for line in map(orjson.loads, filter(_is_request, lines)) if line["event"] == "request"]
 
 

@@ -26,7 +26,7 @@ def bench(name: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_arm_is_sent_the_same_and_predicted_hits_are_found(tmp_path: Path) -> None:
-    report = bench("live", tmp_path, "--span", "3", "--kv-memory", "1500KiB", "--arms",
+    report = bench("live", tmp_path, "--span", "3", "--warm-up", "0", "--kv-memory", "1500KiB", "--arms",
                    "headstart,round_robin,sglang-router", "--sglang-router", "no-such-router")
     assert "no-such-router" in report["left_out"]["sglang-router"]
     ours, turns = report["arms"]

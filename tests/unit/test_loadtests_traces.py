@@ -57,6 +57,16 @@ def test_a_conversation_grows_by_what_was_said() -> None:
     assert first_of_others.block_ids[0] == turns[0].block_ids[0]
 
 
+def test_a_conversation_without_a_name_is_one_of_its_own(tmp_path: Path) -> None:
+    line = '{"messages":[{"role":"user","content":"%s"},{"role":"assistant","content":"yes"}]}\n'
+    file = tmp_path / "nameless.jsonl"
+    file.write_text(line % "one" + line % "two")
+    requests = load_trace(file).requests
+    assert len({request.session for request in requests}) == 2
+    assert sorted(request.messages[0].text for request in requests) == ["one", "two"]
+    assert [request.answer for request in requests] == ["yes", "yes"]
+
+
 def test_rate_and_footprint() -> None:
     trace = trace_of((1, 2), (1, 2, 3), (2, 1), gap_s=5.0)
     assert trace.num_distinct_blocks() == 5

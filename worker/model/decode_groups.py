@@ -114,8 +114,8 @@ def _first_seen(span: RowSpan, window: int | None) -> int:
 
 def _own_blocks(span: RowSpan, shared: range, shape: GroupShape) -> list[int]:
     """By index in its table: what the sequence sees at least a position of, and does not share."""
-    begin = first_block(span.start, shape.window, shape.block_size)
-    return [index for index in range(begin, len(span.block_table)) if index not in shared]
+    begin, end = first_block(span.start, shape.window, shape.block_size), len(span.block_table)
+    return [*range(begin, shared.start), *range(shared.stop, end)] if shared else [*range(begin, end)]
 
 
 def _similar_lengths(spans: list[RowSpan], shared: range, shape: GroupShape) -> list[list[RowSpan]]:
@@ -145,7 +145,7 @@ def _plan(members: list[RowSpan], shape: GroupShape, shared: range, device: torc
     return DecodeGroup(
         size=len(members), rows=torch.tensor([span.first_row for span in members], device=device),
         shared=blocks_to_read(shared_ids, device) if shared_ids else None, own=blocks_to_read(ids, device),
-        mask=None if lone else _mask(members, own, shape).to(device),
+        mask=None if lone else _mask(members, width, shared, shape).to(device),
         seen=_seen_by_one(members[0], shape) if lone else slice(None))
 
 
@@ -155,11 +155,12 @@ def _seen_by_one(span: RowSpan, shape: GroupShape) -> slice:
     return slice(_first_seen(span, shape.window) - base, span.end - base)
 
 
-def _mask(members: list[RowSpan], own: list[list[int]], shape: GroupShape) -> torch.Tensor:
+def _mask(members: list[RowSpan], width: int, shared: range, shape: GroupShape) -> torch.Tensor:
     """[kv_heads * members, 1, own keys]: 0 where a member sees a key, -inf elsewhere and where others are longer."""
-    width = max(map(len, own))
-    beyond = max(len(span.block_table) for span in members)
-    numbers = torch.tensor([[*indices, *(beyond,) * (width - len(indices))] for indices in own])
+    firsts = torch.tensor([first_block(span.start, shape.window, shape.block_size) for span in members])
+    numbers = firsts.unsqueeze(1) + torch.arange(width)
+    if shared:
+        numbers += (numbers >= shared.start) * len(shared)
     positions = (numbers.unsqueeze(-1) * shape.block_size + torch.arange(shape.block_size)).flatten(1)
     ends = torch.tensor([span.end for span in members]).unsqueeze(1)
     hidden = positions >= ends

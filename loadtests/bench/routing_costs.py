@@ -1,6 +1,6 @@
 """`make bench-routing`: everything that routing and tokenising cost, in one run and one report.
 
-    python -m loadtests.bench.routing_report [--dynamo PYTHON] [--tokenizers DIR ...] [--text FILE] [--out FILE]
+    python -m loadtests.bench.routing_costs [--dynamo PYTHON] [--tokenizers DIR ...] [--text FILE] [--out FILE]
 
 Owns what is measured where nothing is named: every tokenizer in headstart's cache folder (the packaged model's, once
 it was served; those that the tests fetched), and as text the standard library's own source, which is everywhere.
@@ -65,7 +65,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.bench.routing_report",
+    parser = argparse.ArgumentParser(prog="python -m loadtests.bench.routing_costs",
                                      description="What routing and tokenising cost, in one report.")
     parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter that has ai-dynamo-runtime")
     parser.add_argument("--claims", type=int, default=1_000_000, help="size for our index alone; 0: not (1000000)")
