@@ -34,7 +34,7 @@ from loadtests.tenant_stack import MODEL, TenantStack, running_tenants
 
 QUIET_CHARS, FLOOD_CHARS = 4000, 1000
 HIDDEN, LAYERS = 128, 4
-NUM_PLACES = 8
+NUM_PLACES = 1  # more of them share a step, and a step takes as long as everything in it
 QUIET_OF_SHARE, FLOOD_OF_SHARE = 0.5, 20.0
 CALIBRATION, CALIBRATION_AT_ONCE = 48, 3
 RATIO_MAX = 1.5
@@ -141,9 +141,9 @@ def main() -> int:
     """Measure and print; 1 when the quiet tenant feels the flood too much."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.flood",
                                      description="What a flooding tenant does to another.",
-                                     epilog="example: python -m loadtests.flood --phases 4 --seconds 14")
+                                     epilog="example: python -m loadtests.flood --phases 4 --seconds 13")
     parser.add_argument("--phases", type=int, default=4, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=14.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=13.0, help="of each phase")
     parser.add_argument("--places", type=int, default=NUM_PLACES, help="requests under way at the worker")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the result there")
