@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
-from gateway.routing.memory_wait import Stream, Tenancy, begins_in_s, held_blocks
+from gateway.routing.memory_wait import Stream, Occupancy, begins_in_s, held_blocks
 from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import Match
 
@@ -265,7 +265,7 @@ def _room_s(view: EndpointView, work: Work, figures: _Figures, *, matched_tokens
     if not streams:
         return likely * life_s * max(missing / pool, 1.0 / max(view.num_running, 1))
     begins_s, missing = begins_in_s(
-        Tenancy(streams, free_tokens, ROOM_KEPT_RATIO * pool, figures.token_s, pace_s, work.now, work.lengths,
+        Occupancy(streams, free_tokens, ROOM_KEPT_RATIO * pool, figures.token_s, pace_s, work.now, work.lengths,
                 max(1.0, figures.num_active / len(streams))), needed)
     begins_s += life_s * missing / pool
     return likely * max(0.0, begins_s - figures.queue_s)

@@ -31,11 +31,11 @@ class Stream(NamedTuple):
     chain: Sequence[int] = ()
 
 
-class Tenancy(NamedTuple):
+class Occupancy(NamedTuple):
     """What the reckoning needs of an endpoint. `free_tokens` are left when all that waits has been let in, below zero
     when there is not enough for it; `reserve_tokens` it keeps free while anybody runs; `token_s` computes a token of
-    a prompt, `pace_s` generates one; `lengths` are those of answers; each of `streams` stands
-    for `scale` of those that really run there."""
+    a prompt, `pace_s` generates one; `lengths` are those of answers; each of `streams` stands for `scale` of those that
+    really run there."""
 
     streams: Sequence[Stream]
     free_tokens: float
@@ -66,20 +66,12 @@ def held_blocks(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> 
     return held
 
 
-def begins_in_s(tenancy: Tenancy, needed_tokens: float) -> tuple[float, float]:
+def begins_in_s(occupancy: Occupancy, needed_tokens: float) -> tuple[float, float]:
     """Seconds until a prompt that needs so much memory would be computed, if it were sent there now; and how many
     tokens would be missing even when everybody who was sent there before has ended."""
-    streams, free, reserve, token_s, pace_s, now, lengths, scale = tenancy
-    waiting: list[tuple[float, Stream]] = []
-    ends: list[tuple[float, float]] = []
-    for stream in streams:
-        held = stream.held_tokens * scale
-        if stream.began_at is None:
-            waiting.append((held, stream))
-            free += held
-        else:
-            generated = (now - stream.began_at) / pace_s
-            ends.append((lengths.left(generated, stream.output_tokens) * pace_s, held))
+    waiting, ends = _apart(occupancy)
+    _, free, reserve, token_s, pace_s, _, _, scale = occupancy
+    free += sum(held for held, _ in waiting)
     heapify(ends)
     room_at = computed_at = 0.0
     for held, stream in waiting:
@@ -94,6 +86,20 @@ def begins_in_s(tenancy: Tenancy, needed_tokens: float) -> tuple[float, float]:
         room_at, freed = _next_end(ends, room_at)
         free += freed
     return max(computed_at, room_at), max(0.0, needed_tokens - free)
+
+
+def _apart(occupancy: Occupancy) -> tuple[list[tuple[float, Stream]], list[tuple[float, float]]]:
+    """Who waits, first come first, with what he will hold; and when each of the others ends, with what he gives back."""
+    streams, _, _, _, pace_s, now, lengths, scale = occupancy
+    waiting, ends = [], []
+    for stream in streams:
+        held = stream.held_tokens * scale
+        if stream.began_at is None:
+            waiting.append((held, stream))
+        else:
+            generated = (now - stream.began_at) / pace_s
+            ends.append((lengths.left(generated, stream.output_tokens) * pace_s, held))
+    return waiting, ends
 
 
 def _next_end(ends: list[tuple[float, float]], room_at: float) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.memory_wait import Stream, Tenancy, begins_in_s, held_blocks
+from gateway.routing.memory_wait import Stream, Occupancy, begins_in_s, held_blocks
 
 PACE_S, TOKEN_S, NOW = 0.01, 0.001, 50.0
 streams = st.lists(st.builds(Stream, st.integers(50, 900), st.integers(0, 400), st.integers(1, 100),
@@ -14,8 +14,8 @@ free_tokens = st.integers(-2000, 1500)
 needed_tokens = st.integers(1, 2500)
 
 
-def tenancy(given_streams: list[Stream], free: float) -> Tenancy:
-    return Tenancy(given_streams, free, 10.0, TOKEN_S, PACE_S, NOW)
+def occupancy(given_streams: list[Stream], free: float) -> Occupancy:
+    return Occupancy(given_streams, free, 10.0, TOKEN_S, PACE_S, NOW)
 
 
 def naive(given_streams: list[Stream], free: float, needed: float) -> float:
@@ -46,15 +46,15 @@ def naive(given_streams: list[Stream], free: float, needed: float) -> float:
 
 @given(streams, free_tokens, needed_tokens)
 def test_it_is_what_a_walk_over_the_instants_finds(some: list[Stream], free: int, needed: int) -> None:
-    begins_s, missing = begins_in_s(tenancy(some, free), needed)
+    begins_s, missing = begins_in_s(occupancy(some, free), needed)
     assert abs(begins_s - naive(some, free, needed)) < 1e-9
     assert missing >= 0
 
 
 @given(streams, free_tokens, needed_tokens, st.integers(0, 1000))
 def test_needing_more_or_having_less_is_never_sooner(some: list[Stream], free: int, needed: int, more: int) -> None:
-    begins_s, missing = begins_in_s(tenancy(some, free), needed)
-    for other in (begins_in_s(tenancy(some, free), needed + more), begins_in_s(tenancy(some, free - more), needed)):
+    begins_s, missing = begins_in_s(occupancy(some, free), needed)
+    for other in (begins_in_s(occupancy(some, free), needed + more), begins_in_s(occupancy(some, free - more), needed)):
         assert other[0] >= begins_s
         assert other[1] >= missing
 
