@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
-from gateway.routing.memory_wait import Stream, Occupancy, begins_in_s, held_blocks
+from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
 from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import Match
 

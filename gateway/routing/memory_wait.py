@@ -34,8 +34,8 @@ class Stream(NamedTuple):
 class Occupancy(NamedTuple):
     """What the reckoning needs of an endpoint. `free_tokens` are left when all that waits has been let in, below zero
     when there is not enough for it; `reserve_tokens` it keeps free while anybody runs; `token_s` computes a token of
-    a prompt, `pace_s` generates one; `lengths` are those of answers; each of `streams` stands for `scale` of those that
-    really run there."""
+    a prompt, `pace_s` generates one; `lengths` are those of answers; each of `streams` stands for `scale` of
+    those that really run there."""
 
     streams: Sequence[Stream]
     free_tokens: float
@@ -89,9 +89,10 @@ def begins_in_s(occupancy: Occupancy, needed_tokens: float) -> tuple[float, floa
 
 
 def _apart(occupancy: Occupancy) -> tuple[list[tuple[float, Stream]], list[tuple[float, float]]]:
-    """Who waits, first come first, with what he will hold; and when each of the others ends, with what he gives back."""
+    """Who waits, first come first, with what he will hold; when each of the others ends, with what he gives back."""
     streams, _, _, _, pace_s, now, lengths, scale = occupancy
-    waiting, ends = [], []
+    waiting: list[tuple[float, Stream]] = []
+    ends: list[tuple[float, float]] = []
     for stream in streams:
         held = stream.held_tokens * scale
         if stream.began_at is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.memory_wait import Stream, Occupancy, begins_in_s, held_blocks
+from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
 
 PACE_S, TOKEN_S, NOW = 0.01, 0.001, 50.0
 streams = st.lists(st.builds(Stream, st.integers(50, 900), st.integers(0, 400), st.integers(1, 100),
@@ -54,7 +54,8 @@ def test_it_is_what_a_walk_over_the_instants_finds(some: list[Stream], free: int
 @given(streams, free_tokens, needed_tokens, st.integers(0, 1000))
 def test_needing_more_or_having_less_is_never_sooner(some: list[Stream], free: int, needed: int, more: int) -> None:
     begins_s, missing = begins_in_s(occupancy(some, free), needed)
-    for other in (begins_in_s(occupancy(some, free), needed + more), begins_in_s(occupancy(some, free - more), needed)):
+    for other in (begins_in_s(occupancy(some, free), needed + more),
+                  begins_in_s(occupancy(some, free - more), needed)):
         assert other[0] >= begins_s
         assert other[1] >= missing
 
