@@ -230,8 +230,7 @@ async def _both_joined(gateway: GatewayUnderTest) -> bool:
 async def test_an_incompatible_worker_serves_plain_json_when_nobody_else_does() -> None:
     right, wrong = StubWorker(worker_token=WORKER_TOKEN), StubWorker(worker_token=WORKER_TOKEN,
                                                                      chat_template=OTHER_TEMPLATE)
-    await right.start()
-    async with running(wrong):
+    async with running(right, wrong):
         wrong.kv_problem = 503
         async with running_gateway(right.url, wrong.url) as gateway:
             await gateway.until(lambda: _has_state(gateway, 0, "ready"), "the reference is there")

@@ -20,7 +20,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def worker(tiny_model: Path) -> Iterator[Child]:
-    with running_tiny_worker(tiny_model) as child:
+    """A strict worker: what is asked twice is equal, whatever else it computes."""
+    with running_tiny_worker(tiny_model, "--exactness", "strict") as child:
         yield child
 
 

@@ -73,9 +73,10 @@ def held(blocks: list[BlockStored]) -> set[tuple[int, int | None, tuple[int, ...
 
 @pytest.fixture(scope="module")
 def small_pool(tiny_model: Path) -> Iterator[Child]:
-    """A worker whose pool holds little more than one full context."""
+    """A strict worker whose pool holds little more than one full context."""
     memory = str(POOL_BLOCKS * 16 * KV_BYTES_PER_TOKEN)
-    with running_tiny_worker(tiny_model, "--kv-memory", memory, "--kv-dtype", "float32") as worker:
+    with running_tiny_worker(tiny_model, "--kv-memory", memory, "--kv-dtype", "float32",
+                             "--exactness", "strict") as worker:
         yield worker
 
 
