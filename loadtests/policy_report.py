@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from loadtests.provenance import commit
 from loadtests.sim.grid import Cell, cell_report, grid_report
 from loadtests.sim.grid_report import as_table, write_grid
 from loadtests.sim.policies import POLICIES
 from loadtests.sim.run_store import RunStore, key_of
-from loadtests.sim.simulation import Prepared, SimulationPlan, commit, prepare, run_policy
+from loadtests.sim.simulation import Prepared, SimulationPlan, prepare, run_policy
 from loadtests.traces import Trace, load_trace
 from loadtests.workloads import WORKLOADS
 

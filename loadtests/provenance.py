@@ -9,6 +9,7 @@ import datetime
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 ASK_GIT_S = 10
@@ -30,11 +31,12 @@ def machine() -> str:
     return f"{os.cpu_count()} x {named[0] if named else platform.processor() or platform.machine()}"
 
 
+@cache
 def commit() -> str:
-    """Of the tree that this file lies in; 'unknown' outside a repository."""
+    """Of the tree that this file lies in, when first asked; 'unknown' outside a repository or when git is slow."""
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent,
                               timeout=ASK_GIT_S, capture_output=True, text=True, check=False)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"

@@ -11,7 +11,6 @@ blocks a worker. The error of a figure is (simulated - live) / live.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,25 +18,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from loadtests.live.bench_command import run_bench
 from loadtests.live.calibrate import calibrate
 from loadtests.live.driver import Driver, Outcome, Pace, Target
-from loadtests.live.fleet import SERVED_NAME, Fleet, FleetError, running_fleet
+from loadtests.live.fleet import SERVED_NAME, Fleet, running_fleet
 from loadtests.live.fronts import Programs, running_front
 from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of as live_result
-from loadtests.live.waiting import NotInTime
-from loadtests.local_stack import StackError
 from loadtests.provenance import provenance
 from loadtests.sim.cluster import Cluster, ClusterSettings
 from loadtests.sim.fit import DecodeStep, Fit, Prefill, fit, means
 from loadtests.sim.metrics import CacheBounds, cache_bounds, saturation_rate
 from loadtests.sim.metrics import result_of as simulated_result
 from loadtests.sim.policies import POLICIES
-from loadtests.streaming_client import AnswerError
 from loadtests.tiny_model import write_tiny_model
-from loadtests.traces import Trace, TraceError, load_trace
+from loadtests.traces import Trace, load_trace
 
 EXCERPT = Path(__file__).parents[1] / "excerpts" / "mooncake_400.jsonl.gz"
 BLOCK_SIZE = 16
@@ -144,16 +139,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="the model's width")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--kv-memory", default="96MiB", help="of each worker")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="also write the report as JSON")
-    args = parser.parse_args()
-    try:
-        report = asyncio.run(_bench(args))
-    except (StackError, FleetError, NotInTime, AnswerError, TraceError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    print(as_table(report))
-    if args.out is not None:
-        args.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    run_bench(parser, _bench, as_table)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ what was found. Routers with session affinity are told the session, ours is not.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,22 +22,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from loadtests.live.bench_command import run_bench
 from loadtests.live.driver import Driver, Outcome, Pace, Target
-from loadtests.live.fleet import SERVED_NAME, Fleet, FleetError, running_fleet
+from loadtests.live.fleet import SERVED_NAME, Fleet, running_fleet
 from loadtests.live.fronts import OUR_POLICIES, SGLANG, VLLM, Programs, running_front
 from loadtests.live.hit_check import HitCheck, checked
 from loadtests.live.prompts import PromptMaker, PromptStyle
 from loadtests.live.results import result_of
 from loadtests.live.sessions import overlapping, saturation_per_s, text_of
-from loadtests.live.waiting import NotInTime
-from loadtests.local_stack import StackError
 from loadtests.provenance import provenance
 from loadtests.sim.metrics import cache_bounds
-from loadtests.streaming_client import AnswerError
 from loadtests.tiny_model import write_tiny_model
-from loadtests.traces import Trace, TraceError, load_trace
+from loadtests.traces import Trace, load_trace
 
 EXCERPT = Path(__file__).parents[1] / "excerpts" / "tau_airline_64.jsonl.gz"
 ARMS = (*OUR_POLICIES, SGLANG, *VLLM)
@@ -169,16 +164,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128, help="the model's width")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kv-memory", default="24MiB", help="of each worker")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="also write the report as JSON")
-    args = parser.parse_args()
-    try:
-        report = asyncio.run(_bench(args))
-    except (StackError, FleetError, NotInTime, AnswerError, TraceError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    print(as_table(report))
-    if args.out is not None:
-        args.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    run_bench(parser, _bench, as_table)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loadtests.provenance import commit
 from loadtests.sim.metrics import PolicyResult
 from loadtests.sim.paired import verdict
-from loadtests.sim.simulation import SimulationPlan, commit, prepare, run_policy
+from loadtests.sim.simulation import SimulationPlan, prepare, run_policy
 from loadtests.traces import Trace
 
 JUDGED = ("ttft_p50_s", "ttft_p99_s", "ttft_mean_s")

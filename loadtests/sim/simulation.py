@@ -5,13 +5,11 @@ Owns how a plan becomes a cluster, and what makes a run reproducible (trace, see
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from loadtests.provenance import commit
 from loadtests.sim.cluster import Cluster, ClusterSettings
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
 from loadtests.sim.metrics import CacheBounds, PolicyResult, cache_bounds, result_of, saturation_rate
@@ -89,12 +87,3 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "policies": [result.as_dict() for result in results]}
 
 
-@cache
-def commit() -> str:
-    """Of the tree that this file lies in, when first asked; 'unknown' outside a repository or when git is slow."""
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, timeout=10,
-                              capture_output=True, text=True, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
