@@ -6,6 +6,16 @@ import os
 
 from hypothesis import settings
 
+READABLE_BYTES_MAX = 24
+
 settings.register_profile("same-every-run", derandomize=True, deadline=None)
 settings.register_profile("fresh", deadline=None)
 settings.load_profile("fresh" if os.environ.get("HEADSTART_FUZZ") else "same-every-run")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Test processes must collect the same names, and packed bytes may hold the time they were packed at."""
+    if not isinstance(val, bytes):
+        return None
+    readable = len(val) <= READABLE_BYTES_MAX and val.isascii() and val.decode().isprintable()
+    return None if readable else argname
