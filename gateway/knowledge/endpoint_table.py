@@ -160,7 +160,8 @@ class Endpoint:
             running_prefill_tokens=max(0, load.running_prefill_tokens
                                        - max(0, prefill_done - load.waiting_prefill_tokens)),
             decode_context_tokens=max(0, load.decode_context_tokens - context_gone),
-            held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens, others_ratio=self.others.ratio)
+            held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens, others_ratio=self.others.ratio,
+            step_tokens=report.scheduling.token_budget)
         object.__setattr__(self, "_view", view)
         object.__setattr__(self, "_view_key", key)
         return view

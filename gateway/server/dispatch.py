@@ -99,6 +99,7 @@ class Placement:
         self.follow: Follow | None = None  # of one that has been asked: the way to its answer
         self._asked_at: float | None = None
         self._prefill_timer = prefill_timer
+        self.on_first_token: Callable[[], None] | None = None   # of a stream
         self._is_replaceable = is_replaceable
 
     @property
@@ -127,6 +128,9 @@ class Placement:
     def first_byte(self) -> None:
         """The prompt has been computed."""
         self._booking.prefill_done(time.monotonic())
+        if self.on_first_token is not None:
+            self.on_first_token()
+            self.on_first_token = None
         self._pass.answered()
         if self._bet is not None:
             self._bet.settle()
@@ -205,7 +209,7 @@ class Dispatcher:
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=self.learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=self.learning.outputs.profile(prompt.model),
-            chain=_only(prompt.prepared.hashes))
+            chain=_only(prompt.prepared.hashes), busy_step_of=self.learning.busy_steps.step_s)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -247,8 +251,13 @@ class Dispatcher:
         # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
             prefill_s, lambda: booking.prefill_done(time.monotonic()))
-        return Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request, prefill_timer=timer,
-                         is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers)
+        placement = Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request,
+                              prefill_timer=timer, breakers=self._breakers,
+                              is_replaceable=lambda: bool(self._table.serving(prompt.model)))
+        cost = decision.cost
+        if cost is not None and prompt.stream:
+            placement.on_first_token = lambda: self.learning.first_token(cost, now)
+        return placement
 
     def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision, *,
                    chain: Sequence[int], now: float) -> Footprint:

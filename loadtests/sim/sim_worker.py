@@ -24,6 +24,7 @@ from worker.protocol.block_hash import HashScheme
 OUTPUT_TOKENS_FROM = 1 << 31   # ids of generated tokens: never those of a prompt
 SKIPPED_STEPS_MAX = 4096
 RATE_DECAY = 0.9
+RATE_TOKENS = 8192
 PREFILL_SAMPLE_TOKENS_MIN = 32
 WARM_UP_TOKENS = 1024
 
@@ -41,6 +42,7 @@ class Report(NamedTuple):
     blocks_cached: int
     prefill_tokens_per_s: float
     decode_step_s: float
+    step_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -114,7 +116,8 @@ class SimWorker:
         scheduler, pool = self.scheduler, self.pool
         return Report(scheduler.num_running, scheduler.num_waiting, scheduler.waiting_prefill_tokens,
                       scheduler.running_prefill_tokens, scheduler.decode_context_tokens, pool.num_blocks,
-                      pool.num_free, pool.num_idle, self._prefill_tokens / self._prefill_s, self._decode_step_s)
+                      pool.num_free, pool.num_idle, self._prefill_tokens / self._prefill_s, self._decode_step_s,
+                      scheduler.token_budget)
 
     def observe(self) -> None:
         """Bring the scheduler up to the steps that have ended by now."""
@@ -214,5 +217,6 @@ class SimWorker:
         elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
             decode_s = self._decode_step_s if decode_rows else 0.0
             own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)
-            self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
-            self._prefill_s = RATE_DECAY * self._prefill_s + own_s
+            past = max(RATE_DECAY, 1 - prefill_tokens / RATE_TOKENS)
+            self._prefill_tokens = past * self._prefill_tokens + prefill_tokens
+            self._prefill_s = past * self._prefill_s + own_s
