@@ -24,7 +24,8 @@ _TRAILER = re.compile(_FIELD)
 _BEGINNING = b"HTTP/1."
 _NO_BODY = (204, 304)
 # A stream's usual chunks arrive one by one, whole, and are no longer than this.
-_SIZES = {text % size: size for size in range(1, 2048) for text in (b"%x", b"%X")}
+FRAMED_BYTES_MAX = 2047
+_SIZES = {text % size: size for size in range(1, FRAMED_BYTES_MAX + 1) for text in (b"%x", b"%X")}
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
@@ -62,12 +63,19 @@ class ResponseParser:
         """Whether the connection may carry another request: the message ended by itself, and nothing followed."""
         return self.is_complete and self._keeps_alive and not self.has_leftover
 
-    def feed(self, data: bytes) -> bytes:
-        """The body bytes in `data`, without framing. What follows the end of the message is only noted."""
+    def whole_chunk(self, data: bytes) -> bytes | None:
+        """What is in `data` if that is one chunk, no more and no less, of a usual size; None leaves it to feed()."""
         if self._is_at_chunk:
             end = data.find(b"\r\n")
             if _SIZES.get(data[:end]) == len(data) - end - 4 and data.endswith(b"\r\n"):
                 return data[end + 2:-2]
+        return None
+
+    def feed(self, data: bytes) -> bytes:
+        """The body bytes in `data`, without framing. What follows the end of the message is only noted."""
+        chunk = self.whole_chunk(data)
+        if chunk is not None:
+            return chunk
         if self.is_complete or self.failure is not None:
             self.has_leftover = self.has_leftover or bool(data)
             return b""
