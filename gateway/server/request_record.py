@@ -6,7 +6,8 @@ Owns: the record. Must never: decide anything by it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gateway.errors import Rejected
 from gateway.relay.relay import StreamEnd
@@ -17,8 +18,7 @@ from worker.protocol.api_error import ApiError
 STAGES = ("parse", "tokenize", "hash", "match", "pick", "connect")
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(Struct):
     """Filled in as the request goes its way. Instants are time.monotonic(); tokens are the first prompt's.
 
     `admitted`: a worker took the request (its answer is a 200), so that its prompt tokens count.
