@@ -63,7 +63,8 @@ class _Line(Line):
 
     def __init__(self, config: GatewayConfig, places: Places) -> None:
         super().__init__(FairQueue(max_requests=config.max_queued_requests, max_bytes=config.max_queued_bytes,
-                                   ageing_s=AGEING_S, catch_up_tokens=config.catch_up_tokens),
+                                   ageing_s=AGEING_S, catch_up_tokens=config.catch_up_tokens,
+                                   head_start_tokens=config.head_start_tokens),
                          places, reserved_ratio=config.reserved_places_ratio)
         self.waiters: dict[int, asyncio.Future[None]] = {}
 
