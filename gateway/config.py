@@ -114,6 +114,8 @@ class GatewayConfig:
                                            help="share of the places that a tenant alone leaves to others")
     catch_up_tokens: int = setting(32_768, bounds=(0, None), table="admission",
                                    help="how far, for a weight of 1, who used less than others may go before them")
+    head_start_tokens: int = setting(8192, bounds=(0, None), table="admission",
+                                     help="how far, for a weight of 1, who asks for less may go before others")
     ttft_slo_s: float | None = setting(None, bounds=(0.001, None), table="admission",
                                        help="refuse what would not begin within this; none: never")
     keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")

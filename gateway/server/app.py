@@ -38,7 +38,7 @@ from gateway.server.express_connection import ExpressServer
 from gateway.server.generate import Generate
 from gateway.server.generate_route import EXPRESS_ROUTES
 from gateway.server.handlers import ClientRoutes
-from gateway.server.heap import share_heaps, spare_collections
+from gateway.server.heaps import share_heaps
 from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
 from gateway.server.openapi import OpenApiRoute
@@ -53,6 +53,7 @@ from gateway.server.worker_admin import WorkerAdmin, Workforce
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
 from worker.protocol.addresses import is_loopback
+from worker.protocol.collector import collect_seldom
 from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -305,7 +306,7 @@ async def _serve(config: GatewayConfig, membership: Membership | None) -> int:
     gateway, signals = Gateway(config, membership), _Signals()
     try:
         await gateway.start()
-        spare_collections()
+        collect_seldom()
         if gateway.reads_again or membership is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
         await signals.first.wait()
