@@ -15,7 +15,8 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from gateway import errors
 from gateway.admission.limits import Limit, Meters, OverLimit
@@ -37,7 +38,7 @@ AGEING_S = 10.0
 LOOK_AGAIN_S = 0.1
 
 
-class Ask(NamedTuple):
+class Ask(Struct, frozen=True):
     """What one request wants. `predict_ttft_s` is called only where a limit depends on it; None: unknown."""
 
     model: str
