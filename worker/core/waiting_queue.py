@@ -3,9 +3,9 @@
 Owns that order and its bound: the smaller priority number first, then by turns of tenants, and of one tenant first
 come first served. A tenant's next turn comes by the tokens it has asked for since anybody waited, so one with a long
 line stands behind itself, not before others (start-time fair queueing). Who asked for less than others while somebody
-waited may catch up, by CATCH_UP_TOKENS at most: what it asks for at once is not made to share. A preempted sequence returns to the place
-that its turn gives it; it was admitted once, so the bound does not count against it. Priority is strict: a steady
-stream of urgent sequences keeps the others waiting.
+waited may catch up, by CATCH_UP_TOKENS at most: what it asks for at once is not made to share. A preempted sequence
+returns to the place that its turn gives it; it was admitted once, so the bound does not count against it. Priority is
+strict: a steady stream of urgent sequences keeps the others waiting.
 """
 
 from __future__ import annotations
