@@ -80,6 +80,8 @@ class GatewayConfig:
     head_timeout_s: float = setting(10.0, bounds=(0.01, None), table="server",
                                     help="from a request's first byte to the end of its headers")
     index_max_bytes: int = setting(512 * 1024 * 1024, bounds=(1, None), help="memory of the prefix index at most")
+    text_memory_bytes: int = setting(64 * 1024 * 1024, bounds=(0, None),
+                                     help="memory of texts tokenised before at most, for each model")
     remember_replies: bool = setting(True, help="let the next turn find an answer by its own tokens")
     reply_memory_bytes: int = setting(32 * 1024 * 1024, bounds=(0, None), help="memory of such answers at most")
     speculative_ttl_s: float = setting(5.0, bounds=(0, None), help="how long a routed prompt counts as cached")
@@ -113,6 +115,8 @@ class GatewayConfig:
                                            help="share of the places that a tenant alone leaves to others")
     catch_up_tokens: int = setting(32_768, bounds=(0, None), table="admission",
                                    help="how far, for a weight of 1, who used less than others may go before them")
+    head_start_tokens: int = setting(8192, bounds=(0, None), table="admission",
+                                     help="how far, for a weight of 1, who asks for less may go before others")
     ttft_slo_s: float | None = setting(None, bounds=(0.001, None), table="admission",
                                        help="refuse what would not begin within this; none: never")
     keepalive_s: float = setting(15.0, bounds=(0.01, None), table="stream", help="silence before a keep-alive")

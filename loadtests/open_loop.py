@@ -17,11 +17,14 @@ from loadtests.bench.relay_client import is_whole
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """`first_byte_s` and `whole_s` count from the instant that the request was due."""
+    """`first_byte_s` and `whole_s` count from the instant that the request was due, which was `due_s` after its run
+    began; it was sent `late_s` later."""
 
     status: int
     first_byte_s: float
     whole_s: float
+    due_s: float
+    late_s: float
 
 
 class _Connection(asyncio.Protocol):
@@ -32,7 +35,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
         self._due_at: float | None = None
-        self._first_byte_s = 0.0
+        self._first_byte_s = self._late_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
@@ -41,6 +44,7 @@ class _Connection(asyncio.Protocol):
     def send(self, request: bytes, due_at: float) -> None:
         """Write it; the connection is taken until the answer is whole."""
         self._due_at = due_at
+        self._late_s = self._loop.time() - due_at
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -52,7 +56,8 @@ class _Connection(asyncio.Protocol):
         self._buffer += data
         if is_whole(self._buffer):
             status, self._buffer = int(self._buffer[9:12]), b""
-            answered = Answered(status, self._first_byte_s, self._loop.time() - self._due_at)
+            answered = Answered(status, self._first_byte_s, self._loop.time() - self._due_at,
+                                self._due_at - self._driver.began_at, self._late_s)
             self._due_at = None
             self._driver.answered(self, answered)
 
@@ -75,15 +80,17 @@ class OpenLoop:
         self._idle: list[_Connection] = []
         self._num_running = 0
         self._all_done = asyncio.Event()
+        self.began_at = 0.0
         self.answers: list[Answered] = []
         self.num_broken = 0
 
     async def run(self, bodies: Sequence[bytes], gaps_s: Sequence[float]) -> None:
         """Send each body its gap after the one before; return when every one has been answered."""
         loop = asyncio.get_running_loop()
-        began_at, opening = loop.time(), set[asyncio.Task[None]]()
+        opening = set[asyncio.Task[None]]()
+        self.began_at = loop.time()
         for body, after_s in zip(bodies, itertools.accumulate(gaps_s), strict=True):
-            due_at = began_at + after_s
+            due_at = self.began_at + after_s
             if due_at > loop.time():
                 await asyncio.sleep(due_at - loop.time())
             request = b"%bContent-Length: %d\r\n\r\n%b" % (self._head, len(body), body)

@@ -6,8 +6,10 @@ clock or a worker.
 Between tenants: start-time fair queueing. Each tenant has a virtual start; the smallest goes next, and moves on by
 the tokens of the request it got, divided by its weight. Who used less than others while somebody waited may catch up,
 from `catch_up_tokens` behind the present at most: a burst within what a tenant had coming goes before those who are
-over their share. Within a tenant: a lower `priority` number first, as in vLLM, and `ageing_s` of waiting count as
-much as one step of priority. Everybody ages alike, so that order never changes.
+over their share. Of those who are level, but for `head_start_tokens`, the one with the least in line for its weight
+goes next: at its first moment a flood has had no more than anybody else. Within a tenant: a lower `priority` number
+first, as in vLLM, and `ageing_s` of waiting count as much as one step of priority. Everybody ages alike, so that
+order never changes.
 
 When it is full, what goes is the last in line of the tenant with the most tokens waiting for its weight, newcomer
 included. So a tenant that floods the queue pushes out itself, never those who are below their share.
@@ -55,6 +57,11 @@ class _Flow:
         self.last_rank = -math.inf  # nobody in line ranks behind it
         self.heap: list[tuple[float, int, Waiting]] = []
 
+    @property
+    def burden(self) -> float:
+        """Tokens in line, for its weight."""
+        return self.backlog_tokens / self.weight
+
     def waiting(self) -> Iterator[tuple[float, int, Waiting]]:
         """Everybody in line, in no order; those who left are still in the heap."""
         return (item for item in self.heap if item[2].queued)
@@ -63,11 +70,13 @@ class _Flow:
 class FairQueue:
     """At most `max_requests` of at most `max_bytes` together."""
 
-    def __init__(self, *, max_requests: int, max_bytes: int, ageing_s: float, catch_up_tokens: int = 0) -> None:
+    def __init__(self, *, max_requests: int, max_bytes: int, ageing_s: float, catch_up_tokens: int = 0,
+                 head_start_tokens: int = 0) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._ageing_s = ageing_s
         self._catch_up_tokens = catch_up_tokens
+        self._head_start_tokens = head_start_tokens
         self._earliest_deadline_at = math.inf  # nobody's in line is earlier
         self._flows: dict[str, _Flow] = {}
         self._flows_max = FLOWS_LOOK_AT
@@ -112,7 +121,7 @@ class FairQueue:
                  if flow.num_waiting and may_go(tenant_id)]
         if not flows:
             return None
-        flow = self._flows[min(flows)[1]]
+        flow = self._next_flow(flows)
         while not flow.heap[0][2].queued:
             heapq.heappop(flow.heap)
         entry = heapq.heappop(flow.heap)[2]
@@ -132,8 +141,8 @@ class FairQueue:
             return False
         if self._rank(entry) < own.last_rank:
             return False
-        return own.backlog_tokens / entry.weight >= max(flow.backlog_tokens / flow.weight
-                                                        for flow in self._flows.values() if flow.num_waiting)
+        return own.backlog_tokens / entry.weight >= max(flow.burden for flow in self._flows.values()
+                                                        if flow.num_waiting)
 
     def remove(self, entry: Waiting) -> bool:
         """It leaves the line; False when it was not in it."""
@@ -180,14 +189,21 @@ class FairQueue:
             assert sum(entry.cost_tokens for entry in own) == flow.backlog_tokens
             assert len(flow.heap) <= 2 * flow.num_waiting + 8
 
+    def _next_flow(self, starts: list[tuple[float, str]]) -> _Flow:
+        """The one with the least in line, of those whose virtual start is near the smallest."""
+        if len(starts) == 1:
+            return self._flows[starts[0][1]]
+        latest = min(starts)[0] + self._head_start_tokens
+        return self._flows[min((self._flows[tenant_id].burden, virtual_start, tenant_id)
+                               for virtual_start, tenant_id in starts if virtual_start <= latest)[2]]
+
     def _make_room(self, entry: Waiting, elsewhere: WaitingElsewhere) -> list[Waiting] | None:
         """Who must go for `entry`; None when it is `entry` itself. Changes nothing."""
         if self._has_room(entry, elsewhere):
             return []
         num_left = self._num_waiting + elsewhere.num_requests + 1
         bytes_left = self.num_bytes + elsewhere.num_bytes + entry.num_bytes
-        burden = {tenant_id: flow.backlog_tokens / flow.weight for tenant_id, flow in self._flows.items()
-                  if flow.num_waiting}
+        burden = {tenant_id: flow.burden for tenant_id, flow in self._flows.items() if flow.num_waiting}
         own = self._flows.get(entry.tenant_id)
         burden[entry.tenant_id] = ((own.backlog_tokens if own else 0) + entry.cost_tokens) / entry.weight
         lines: dict[str, list[Waiting]] = {}

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.engines.headstart import WorkerReport
 from gateway.knowledge.parity import ParityReport
@@ -55,6 +57,19 @@ class _Changes:
     count = 0
 
 
+class _Seen:
+    """What routing was shown of an endpoint last, and while it holds: until a field of any is set (`count`), the feed
+    falls out of sequence, or our own load there changes."""
+
+    __slots__ = ("count", "in_sequence", "own_load", "report_alone", "view")
+
+    def __init__(self, count: int, in_sequence: bool, report_alone: EndpointView) -> None:
+        self.count = count
+        self.in_sequence = in_sequence
+        self.own_load: LoadView | None = None
+        self.report_alone = self.view = report_alone
+
+
 @dataclass(slots=True)
 class Endpoint:
     """One worker. `report` is its last GET /kv; None until it answered once.
@@ -74,17 +89,15 @@ class Endpoint:
     parity: ParityReport | None = None
     feed: FeedStatus = field(default_factory=FeedStatus)
     detail: str = "not reached yet"
-    _view_key: tuple[object, ...] = field(default=(), repr=False, compare=False)
-    _view_load: LoadView | None = field(default=None, repr=False, compare=False)
-    _view: EndpointView | None = field(default=None, repr=False, compare=False)
+    endpoint_id: str = field(init=False)
+    _seen: _Seen | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.endpoint_id = self.worker.endpoint_id
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
         _Changes.count += 1
-
-    @property
-    def endpoint_id(self) -> str:
-        return self.worker.endpoint_id
 
     @property
     def epoch(self) -> str | None:
@@ -131,40 +144,50 @@ class Endpoint:
         answered would look busy until the next poll, and its own next turn would be sent elsewhere. Where it counts
         more than was ours, the rest is somebody else's, and what is new of ours comes on top.
         """
-        if own_load is self._view_load and self._view_key[3:] == (self.feed.in_sequence, _Changes.count):
-            assert self._view is not None, "a load without its view"
-            return self._view
-        report = self.report
+        seen = self._seen
+        if seen is None or seen.count != _Changes.count or seen.in_sequence is not self.feed.in_sequence:
+            seen = _Seen(_Changes.count, self.feed.in_sequence, self._report_alone())
+            object.__setattr__(self, "_seen", seen)  # remembered, which is no change
+        if own_load is not seen.own_load:
+            seen.own_load, seen.view = own_load, self._less_ended(seen.report_alone, own_load)
+        return seen.view
+
+    def _report_alone(self) -> EndpointView:
+        """The snapshot without what has ended since the report."""
+        report, before = self.report, self.own_load_at_report
         assert report is not None, "routing was shown a worker that never answered"
         assert self.joined_epoch is not None, "routing was shown a worker that has not joined"
-        blocks, load, before = report.blocks, report.load, self.own_load_at_report
-        num_ended = before.num_inflight - own_load.num_inflight
-        prefill_done = before.queued_prefill_tokens - own_load.queued_prefill_tokens
-        context_gone = before.decode_context_tokens - own_load.decode_context_tokens
-        if load.running + load.waiting <= before.num_inflight:   # all is ours: the ledger has what is new
-            num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
-        key = (num_ended, prefill_done, context_gone, self.feed.in_sequence, _Changes.count)
-        object.__setattr__(self, "_view_load", own_load)  # remembered, which is no change
-        if self._view is not None and self._view_key == key:
-            return self._view
-        view = EndpointView(
+        blocks, load = report.blocks, report.load
+        return EndpointView(
             endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model, *report.adapters)),
             ready=self.state is not EndpointState.UNREADY,
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
             prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
             blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
-            max_context=report.max_context,
-            kv_usage_ratio=self.kv_usage_ratio, num_running=max(0, load.running - max(0, num_ended)),
-            num_waiting=max(0, load.waiting - max(min(0, num_ended), num_ended - load.running)),
-            waiting_prefill_tokens=max(0, load.waiting_prefill_tokens - prefill_done),
-            running_prefill_tokens=max(0, load.running_prefill_tokens
-                                       - max(0, prefill_done - load.waiting_prefill_tokens)),
-            decode_context_tokens=max(0, load.decode_context_tokens - context_gone),
+            max_context=report.max_context, kv_usage_ratio=self.kv_usage_ratio,
+            num_running=load.running, num_waiting=load.waiting, waiting_prefill_tokens=load.waiting_prefill_tokens,
+            running_prefill_tokens=load.running_prefill_tokens, decode_context_tokens=load.decode_context_tokens,
             held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens, others_ratio=self.others.ratio,
             step_tokens=report.scheduling.token_budget)
-        object.__setattr__(self, "_view", view)
-        object.__setattr__(self, "_view_key", key)
-        return view
+
+    def _less_ended(self, view: EndpointView, own_load: LoadView) -> EndpointView:
+        """`view`, a report, as it would be if it came now."""
+        before = self.own_load_at_report
+        num_ended = before.num_inflight - own_load.num_inflight
+        prefill_done = before.queued_prefill_tokens - own_load.queued_prefill_tokens
+        context_gone = before.decode_context_tokens - own_load.decode_context_tokens
+        running, waiting = view.num_running, view.num_waiting
+        if running + waiting <= before.num_inflight:   # all is ours: the ledger has what is new
+            num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
+        if not (num_ended or prefill_done or context_gone):
+            return view
+        waiting_prefill, running_prefill = view.waiting_prefill_tokens, view.running_prefill_tokens
+        return replace(
+            view, num_running=max(0, running - max(0, num_ended)),
+            num_waiting=max(0, waiting - max(min(0, num_ended), num_ended - running)),
+            waiting_prefill_tokens=max(0, waiting_prefill - prefill_done),
+            running_prefill_tokens=max(0, running_prefill - max(0, prefill_done - waiting_prefill)),
+            decode_context_tokens=max(0, view.decode_context_tokens - context_gone))
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -204,10 +204,13 @@ class Exchange:
     def received(self, data: bytes) -> None:
         """Bytes have arrived."""
         self.got_bytes = True
-        parser = self._parser
-        body = parser.feed(data)
+        parser, take = self._parser, self._take
+        body = None if take is None else parser.whole_chunk(data)
+        framed = None if body is None else data
+        if body is None:
+            body = parser.feed(data)
         if body:
-            if self._take is not None and self._take(body):
+            if take is not None and take(body, framed):
                 if not parser.is_complete and parser.failure is None:
                     return
             else:
@@ -236,6 +239,7 @@ class Exchange:
         self._failure = failure
         if self._deadline is not None:
             self._deadline.close()
+            self._deadline = None  # it holds this exchange
         connection, self._connection = self._connection, None
         if connection is None:
             return

@@ -96,7 +96,8 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
     failure: ApiError | None = None
     chunk, num_chunks, can_move = answer.first_chunk, 0, False
     first_chunk_at = last_chunk_at = time.monotonic()
-    comment = _comment_at(tail, write, limits)
+    settle = _nothing if shortcut is None else shortcut.settle
+    comment = _comment_at(tail, settle, write, limits)
     try:
         while chunk:
             num_chunks += 1
@@ -108,6 +109,7 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
             if transcript is not None and transcript.lost:
                 raise UpstreamFailure(FailureKind.RESET, "the worker said that it cannot go on")
             chunk = await next_chunk(answer, limits, watch, comment, shortcut=shortcut)
+            settle()
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
             if last_chunk_at >= watch.ends_at:
                 raise OverTime
@@ -122,6 +124,7 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
         failure = errors.gateway_stopping()
     finally:
         answer.response.close()
+        settle()
     if tail.ended_with_done():
         failure = None  # everything was said; how the connection ended after that is nobody's concern
     elif failure is None:
@@ -198,8 +201,14 @@ async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
                 await comment()
 
 
-def _comment_at(tail: StreamTail, write: Write, limits: RelayLimits) -> Callable[[], Awaitable[None]]:
+def _nothing() -> None:
+    """What there is to settle without a shortcut."""
+
+
+def _comment_at(tail: StreamTail, settle: Callable[[], None], write: Write,
+                limits: RelayLimits) -> Callable[[], Awaitable[None]]:
     async def comment() -> None:
+        settle()
         if tail.at_event_border:
             await relay_bytes(KEEPALIVE_COMMENT, write, limits)
 

@@ -21,10 +21,13 @@ _FIELD = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:" + _VALUE
 _HEAD = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: " + _VALUE + rb")?((?:\r\n" + _FIELD + rb")*)")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;" + _VALUE + rb")?")
 _TRAILER = re.compile(_FIELD)
+# Of what _HEAD has found to be well formed; a value ends where its line does.
+_NAME_AND_VALUE = re.compile(r"\r\n([^:]+):[ \t]*(.*?)[ \t]*(?![^\r])")
 _BEGINNING = b"HTTP/1."
 _NO_BODY = (204, 304)
 # A stream's usual chunks arrive one by one, whole, and are no longer than this.
-_SIZES = {text % size: size for size in range(1, 2048) for text in (b"%x", b"%X")}
+FRAMED_BYTES_MAX = 2047
+_SIZES = {text % size: size for size in range(1, FRAMED_BYTES_MAX + 1) for text in (b"%x", b"%X")}
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
@@ -41,6 +44,10 @@ class _Malformed(Exception):
 
 class ResponseParser:
     """feed() what arrives, eof() when the worker has ended its side. `failure` says what is wrong, once it is."""
+
+    __slots__ = ("_ends_chunk", "_is_at_chunk", "_is_chunked", "_is_head_request", "_keeps_alive", "_left",
+                 "_num_informational", "_num_trailer_bytes", "_pending", "failure", "has_leftover", "head",
+                 "is_complete")
 
     def __init__(self, *, is_head: bool = False) -> None:
         self._is_head_request = is_head
@@ -62,12 +69,19 @@ class ResponseParser:
         """Whether the connection may carry another request: the message ended by itself, and nothing followed."""
         return self.is_complete and self._keeps_alive and not self.has_leftover
 
-    def feed(self, data: bytes) -> bytes:
-        """The body bytes in `data`, without framing. What follows the end of the message is only noted."""
+    def whole_chunk(self, data: bytes) -> bytes | None:
+        """What is in `data` if that is one chunk, no more and no less, of a usual size; None leaves it to feed()."""
         if self._is_at_chunk:
             end = data.find(b"\r\n")
             if _SIZES.get(data[:end]) == len(data) - end - 4 and data.endswith(b"\r\n"):
                 return data[end + 2:-2]
+        return None
+
+    def feed(self, data: bytes) -> bytes:
+        """The body bytes in `data`, without framing. What follows the end of the message is only noted."""
+        chunk = self.whole_chunk(data)
+        if chunk is not None:
+            return chunk
         if self.is_complete or self.failure is not None:
             self.has_leftover = self.has_leftover or bool(data)
             return b""
@@ -225,13 +239,12 @@ def _parse_head(raw: bytes) -> tuple[ResponseHead, bool]:
     match = _HEAD.fullmatch(raw)
     if match is None:
         raise _Malformed(f"a malformed response head: {raw[:80]!r}")
-    lines = match[3].decode("latin-1").split("\r\n")
-    if len(lines) > MAX_HEADERS + 1:
+    lines = _NAME_AND_VALUE.findall(match[3].decode("latin-1"))
+    if len(lines) > MAX_HEADERS:
         raise _Malformed(f"more than {MAX_HEADERS} headers")
     headers: dict[str, str] = {}
-    for line in lines[1:]:
-        name, _, value = line.partition(":")
-        name, value = name.lower(), value.strip(" \t")
+    for name, value in lines:
+        name = name.lower()
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     return ResponseHead(int(match[2]), headers), match[1] == b"1"
 

@@ -46,8 +46,9 @@ class UpstreamRequest:
     method: str = "POST"
 
 
-# Deal with a chunk here and now; False leaves it to the reader.
-Take = Callable[[bytes], bool]
+# Deal with a chunk here and now; False leaves it to the reader. The second argument: the same bytes with the framing
+# of HTTP/1.1, where they came as one chunk of that.
+Take = Callable[[bytes, bytes | None], bool]
 
 
 class UpstreamResponse(Protocol):

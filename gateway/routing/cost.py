@@ -42,6 +42,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
@@ -97,7 +99,7 @@ class Rates:
     decode_step_s: float = DEFAULT_DECODE_STEP_S
 
 
-class Work(NamedTuple):
+class Work(Struct, frozen=True, gc=False):
     """What the request needs, the same on every endpoint. `now` is on the clock of the ledger's bookings;
     `shared_ratio`: how likely it is that what the prompt matches is in use there anyway. `streams_of` tells our own
     requests on an endpoint, and is asked only where memory is short; a stream's token takes `stretch` decode steps;

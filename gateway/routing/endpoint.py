@@ -7,8 +7,9 @@ larger of the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class Knowledge(StrEnum):
@@ -19,8 +20,7 @@ class Knowledge(StrEnum):
     NONE = "none"                # nothing: routed by load
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointView:
+class EndpointView(Struct, frozen=True, gc=False):
     """One worker as last reported. Counts and tokens; rates are 0.0 when unknown; `blocks_total` 0: pool unknown,
     `max_context` 0: any length.
 
@@ -34,7 +34,7 @@ class EndpointView:
 
     endpoint_id: str
     epoch: str
-    models: frozenset[str] = field(default_factory=frozenset)
+    models: frozenset[str] = frozenset()
     ready: bool = True
     draining: bool = False
     knowledge: Knowledge = Knowledge.EXACT

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from gateway.routing.memory_wait import Stream
 
 # What the newest match counts in `shared_ratio`.
@@ -41,7 +43,7 @@ class LoadView(NamedTuple):
 NO_LOAD = LoadView()
 
 
-class Footprint(NamedTuple):
+class Footprint(Struct, frozen=True, gc=False):
     """What a request will keep in memory where it is booked: `chain` are its block hashes, of which the first
     `matched_blocks` (in all `matched_tokens`) are there already; `output_tokens` are expected of it; `at` is now."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 DEFAULT_OUTPUT_TOKENS = 128
 NEWEST_WEIGHT = 0.05
@@ -20,21 +21,22 @@ LEAST_LEFT_RATIO = 0.25
 
 
 class LengthProfile:
-    """What may be expected of answers like these `lengths`, of which `mean` are expected at first."""
+    """What may be expected of answers like these `lengths`, of which `mean` are expected at first. Sorted and summed
+    when it is asked for the first time: only where memory is short is it ever asked."""
 
     __slots__ = ("_lengths", "_sums", "mean")
 
     def __init__(self, lengths: Sequence[int], mean: float) -> None:
-        self._lengths = sorted(lengths)
+        self._lengths = list(lengths)
+        self._sums: list[int] = []   # of the longest ones; empty until they are needed
         self.mean = mean
-        sums = [0]
-        for length in reversed(self._lengths):
-            sums.append(sums[-1] + length)
-        self._sums = sums   # of the longest ones
 
     def left(self, generated: float, expected: int) -> float:
         """Tokens to come of an answer that has `generated` so many, of which `expected` were expected: the mean of
         those that got longer. One that is bounded, or longer than what is known, has a share of it left at least."""
+        if not self._sums:
+            self._lengths.sort()
+            self._sums = [0, *accumulate(reversed(self._lengths))]
         num_longer = len(self._lengths) - bisect_right(self._lengths, generated)
         if num_longer >= LONGER_MIN and expected >= self.mean - 1:
             return self._sums[num_longer] / num_longer - generated
@@ -50,6 +52,7 @@ class OutputLength:
 
     def __init__(self) -> None:
         self._mean: dict[str, float] = {}
+        self._expected: dict[str, int] = {}   # the means as whole tokens
         self._lengths: dict[str, deque[int]] = {}
         self._profiles: dict[str, LengthProfile] = {}
         self._num_observed = 0
@@ -60,6 +63,7 @@ class OutputLength:
             return
         mean = self._mean.get(model, float(DEFAULT_OUTPUT_TOKENS))
         mean = self._mean[model] = mean + NEWEST_WEIGHT * (output_tokens - mean)
+        self._expected[model] = max(1, round(mean))
         lengths = self._lengths.setdefault(model, deque(maxlen=LENGTHS_KEPT))
         lengths.append(output_tokens)
         self._num_observed += 1
@@ -68,8 +72,10 @@ class OutputLength:
 
     def expected(self, model: str, max_tokens: int | None = None) -> int:
         """Tokens that a request is expected to generate, at least 1."""
-        mean = max(1, round(self._mean.get(model, DEFAULT_OUTPUT_TOKENS)))
-        return mean if max_tokens is None else min(mean, max(1, max_tokens))
+        expected = self._expected.get(model, DEFAULT_OUTPUT_TOKENS)
+        if max_tokens is None or max_tokens >= expected:
+            return expected
+        return max_tokens if max_tokens > 0 else 1
 
     def profile(self, model: str) -> LengthProfile:
         """As of a few answers ago."""

@@ -163,7 +163,7 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
     if isinstance(views, NoEndpoint):
         return views
     order, costs, most = _within_reach(given, views)
-    index = _choose(costs, given.random_ratio)
+    index = 0 if len(costs) == 1 else _choose(costs, given.random_ratio)
     view, chosen = views[order[index]], costs[index]
     if chosen.session_s:
         costs = candidate_costs(given, views)  # the bonus reaches further than a tie

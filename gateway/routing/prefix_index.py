@@ -141,16 +141,17 @@ class PrefixIndex:
         return num_dropped
 
     def speculate(self, endpoint_id: str, hashes: Sequence[int], expires_at: float, *,
-                  blocks_max: int | None = None) -> Speculation:
+                  blocks_max: int | None = None, confirmed: int | None = None) -> Speculation:
         """Bet that `endpoint_id` will hold the chain `hashes` (from the root on) until `expires_at`.
 
         Blocks it holds already need no bet. Marks the chain as just used, so every booking should come by here.
         With `blocks_max` the bets are all that is known of an endpoint that can hold so many blocks: beyond that the
         oldest bets go first, as its own least recently used blocks do. A single prompt may be larger.
+        `confirmed`: what match() has just said of it, if that was asked.
         """
         tree = self._tree
         claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
-        depth = self._confirmed_depth(claims, hashes)
+        depth = self._confirmed_depth(claims, hashes) if confirmed is None else confirmed
         start = tree.find(hashes[depth - 1]) if depth else ROOT
         known, is_cut = tree.known(start, hashes[depth:])
         num_known = depth + len(known)

@@ -15,7 +15,8 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from gateway import errors
 from gateway.admission.limits import Limit, Meters, OverLimit
@@ -37,7 +38,7 @@ AGEING_S = 10.0
 LOOK_AGAIN_S = 0.1
 
 
-class Ask(NamedTuple):
+class Ask(Struct, frozen=True):
     """What one request wants. `predict_ttft_s` is called only where a limit depends on it; None: unknown."""
 
     model: str
@@ -62,7 +63,8 @@ class _Line(Line):
 
     def __init__(self, config: GatewayConfig, places: Places) -> None:
         super().__init__(FairQueue(max_requests=config.max_queued_requests, max_bytes=config.max_queued_bytes,
-                                   ageing_s=AGEING_S, catch_up_tokens=config.catch_up_tokens),
+                                   ageing_s=AGEING_S, catch_up_tokens=config.catch_up_tokens,
+                                   head_start_tokens=config.head_start_tokens),
                          places, reserved_ratio=config.reserved_places_ratio)
         self.waiters: dict[int, asyncio.Future[None]] = {}
 

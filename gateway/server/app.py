@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import math
 import signal
 import socket
@@ -40,6 +39,7 @@ from gateway.server.express_connection import ExpressServer
 from gateway.server.generate import Generate
 from gateway.server.generate_route import EXPRESS_ROUTES
 from gateway.server.handlers import ClientRoutes
+from gateway.server.heaps import share_heaps
 from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
 from gateway.server.openapi import OpenApiRoute
@@ -54,6 +54,7 @@ from gateway.server.worker_admin import WorkerAdmin, Workforce
 from gateway.shared.membership import Membership
 from gateway.shared.segment import RowState
 from worker.protocol.addresses import is_loopback
+from worker.protocol.collector import collect_seldom
 from worker.protocol.logs import configure_logging, get_logger
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -61,7 +62,6 @@ IDLE_POLL_S = 0.05
 RETIRE_LINGER_S = 1.0
 ECHO_S = 0.3
 STOP_GRACE_S = 2.0
-GC_THRESHOLDS = (10_000, 20, 50)
 _log = get_logger(__name__)
 
 
@@ -293,15 +293,9 @@ class Gateway:
             self._together.leaving()
 
 
-def _spare_collections() -> None:
-    """What is alive now stays: the collector need not look at it again, nor look as often as in a script."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-
-
 def run(config: GatewayConfig, membership: Membership | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status (0 drained, 2 bad configuration or a port in use)."""
+    share_heaps()
     configure_logging(config.log_format, config.log_level)
     if membership is not None:
         structlog.contextvars.bind_contextvars(process=membership.seat.slot)
@@ -316,7 +310,7 @@ async def _serve(config: GatewayConfig, membership: Membership | None) -> int:
     gateway, signals = Gateway(config, membership), _Signals()
     try:
         await gateway.start()
-        _spare_collections()
+        collect_seldom()
         if gateway.reads_again or membership is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
         await signals.first.wait()

@@ -35,7 +35,10 @@ class Breakers:
 
     def blocked(self, endpoints: Sequence[Endpoint]) -> frozenset[str]:
         """Those that should not get a request now."""
-        if not any(breaker.is_open for _, breaker in self._breakers.values()):
+        for _, breaker in self._breakers.values():
+            if breaker.is_open:
+                break
+        else:
             return _NOBODY
         now = time.monotonic()
         return frozenset(endpoint.endpoint_id for endpoint in endpoints

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -25,7 +25,7 @@ from gateway.routing.hot_prefixes import Sighting
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
-from gateway.routing.prefix_index import Match, PrefixIndex, Speculation
+from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
 from gateway.server.learning import Learning
 from gateway.server.prompt_work import PreparedPrompt
@@ -68,7 +68,7 @@ class RoutedPrompt(Struct, frozen=True, gc=False):
         return len(self.prepared.prompts[0])
 
 
-class OpenBet(NamedTuple):
+class OpenBet(Struct, frozen=True, gc=False):
     """What is believed of the worker's cache for this request's sake."""
 
     placed_in: PrefixIndex
@@ -190,18 +190,17 @@ class Dispatcher:
                record: RequestRecord | None = None) -> RoutingDecision | NoEndpoint:
         """The decision as of now; nothing is booked. `record` is told how long matching and picking took."""
         began_at, now = time.perf_counter(), time.monotonic()
-        matches: dict[str, Match] = {}
-        for hashes in prompt.prepared.hashes.values():
-            matches.update(self._index.match(hashes, now))
+        matches, chain = self._matches(prompt.prepared.hashes, now)
         matched_at = time.perf_counter()
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
         endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
+        num_tokens = prompt.num_prompt_tokens
         given = PickInput(
             endpoints=self.learning.with_rates([endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
-                                                for endpoint in endpoints], prompt.num_prompt_tokens),
+                                                for endpoint in endpoints], num_tokens),
             session_endpoint_id=self.learning.endpoint_of(prompt.session),
-            prompt_tokens=prompt.num_prompt_tokens, matches=matches if prompt.prepared.hashes else None,
+            prompt_tokens=num_tokens, matches=matches if prompt.prepared.hashes else None,
             loads=loads, model=prompt.model,
             excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
             context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
@@ -209,7 +208,7 @@ class Dispatcher:
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=self.learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=self.learning.outputs.profile(prompt.model),
-            chain=_only(prompt.prepared.hashes), busy_step_of=self.learning.busy_steps.step_s)
+            chain=chain, busy_step_of=self.learning.busy_steps.step_s)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -218,6 +217,17 @@ class Dispatcher:
             record.stages["match"] = matched_at - began_at
             record.stages["pick"] = time.perf_counter() - matched_at
         return decision
+
+    def _matches(self, hashes: Mapping[HashScheme, Sequence[int]],
+                 now: float) -> tuple[dict[str, Match], Sequence[int]]:
+        """Who holds how much of the prompt; and its chain, where all workers hash alike."""
+        if len(hashes) == 1:
+            [chain] = hashes.values()
+            return self._index.match(chain, now), chain
+        matches: dict[str, Match] = {}
+        for chain in hashes.values():
+            matches.update(self._index.match(chain, now))
+        return matches, ()
 
     def predicted_ttft_s(self, prompt: RoutedPrompt) -> float | None:
         """Until the best worker would send the first byte; None when none can take it."""
@@ -239,14 +249,15 @@ class Dispatcher:
         endpoint = self._table.get(decision.endpoint_id)
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
-        others = prompt.prepared.num_tokens - prompt.num_prompt_tokens
+        num_tokens = prompt.prepared.num_tokens
+        others = num_tokens - prompt.num_prompt_tokens
         chain, now = prompt.prepared.chain(endpoint.scheme), time.monotonic()
         booking = self._ledger.book(decision.endpoint_id, decision.epoch,
                                     prefill_tokens=decision.uncached_tokens + others,
-                                    context_tokens=prompt.prepared.num_tokens,
+                                    context_tokens=num_tokens,
                                     footprint=self._footprint(endpoint, prompt, decision, chain=chain, now=now))
         prefill_s = _expected_prefill_s(decision)
-        bet = self._bet(endpoint, chain, prefill_s, now)
+        bet = self._bet(endpoint, chain, decision, now)
         # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
         # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
@@ -276,7 +287,8 @@ class Dispatcher:
         self.learning.hot.note(Sighting(prompt.model, chain, known_tokens // block_size, prompt.prepared.prompts[0],
                                         block_size, salt.internal, salt.salt_from), time.monotonic())
 
-    def _bet(self, endpoint: Endpoint, hashes: Sequence[int], prefill_s: float, now: float) -> OpenBet | None:
+    def _bet(self, endpoint: Endpoint, hashes: Sequence[int], decision: RoutingDecision,
+             now: float) -> OpenBet | None:
         report = endpoint.report
         if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
             return None  # nothing will be found there again, so nothing should be predicted
@@ -287,9 +299,9 @@ class Dispatcher:
         # byte the bet is held. Without events, what we sent there lately is all that we know.
         has_events = endpoint.knowledge is Knowledge.EXACT
         ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
-        expires_at = now + prefill_s + ttl_s
+        expires_at = now + _expected_prefill_s(decision) + ttl_s
         bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
-                                    blocks_max=_history_blocks_max(endpoint))
+                                    blocks_max=_history_blocks_max(endpoint), confirmed=_confirmed_blocks(decision))
         bet.hold(ttl_s)
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
             self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
@@ -367,14 +379,15 @@ class Choosing:
             self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
 
 
-def _only(hashes: Mapping[HashScheme, Sequence[int]]) -> Sequence[int]:
-    """The prompt's chain, where all workers hash alike."""
-    return next(iter(hashes.values())) if len(hashes) == 1 else ()
-
-
 def _all_of(*parts: frozenset[str]) -> frozenset[str]:
     """Their union; mostly all are empty."""
     return _NOBODY.union(*parts) if any(parts) else _NOBODY
+
+
+def _confirmed_blocks(decision: RoutingDecision) -> int | None:
+    """What the index said of the chosen endpoint just now; None where it was not asked."""
+    matches = None if decision.considered is None else decision.considered[0].matches
+    return None if matches is None else matches.get(decision.endpoint_id, NO_MATCH).confirmed_blocks
 
 
 def _expected_prefill_s(decision: RoutingDecision) -> float:

@@ -89,9 +89,7 @@ class Express:
         """Take a request, of which `data` is everything."""
         record = RequestRecord(facts.request_id or new_request_id(), facts.route.path, client=self.access.client_at(
             client.client_address, facts.forwarded_for, facts.forwarded))
-        passed_on = {REQUEST_ID_HEADER: record.request_id, **facts.passed_on}
-        passenger = Passenger(self, client, facts, Given(body, facts.route, record, facts.tenant, passed_on),
-                              data=data)
+        passenger = Passenger(self, client, facts, record, body=body, data=data)
         self._under_way[passenger] = None
         if not self._departing:
             self._loop.call_soon(self._depart_all)
@@ -111,7 +109,7 @@ class Express:
         if self._departing:
             self._loop.call_soon(self._depart_all)
         for step in _DEPARTURE:
-            departing = [passenger for passenger in departing if self._goes_on(passenger, step)]
+            departing = self._take_step(departing, step)
         if self._look is None and self._under_way:
             self._look = self._loop.call_later(LOST_LOOK_S, self._look_at_all)
 
@@ -120,25 +118,26 @@ class Express:
         if self._arriving:
             self._loop.call_soon(self._arrive_all)
         for step in _ARRIVAL:
-            arriving = [passenger for passenger in arriving if self._goes_on(passenger, step)]
+            arriving = self._take_step(arriving, step)
 
-    def _goes_on(self, passenger: Passenger, step: Callable[[Passenger], bool]) -> bool:
-        """Whether there is more for it to do here."""
-        if passenger not in self._under_way:
-            return False
-        try:
-            goes_on = step(passenger)
-        except ApiError as error:
-            passenger.refuse(error)
-            return False
-        except Exception:
-            record = passenger.record
-            _log.exception("internal_error", request_id=record.request_id, path=record.route)
-            passenger.refuse(errors.internal_error(record.request_id))
-            return False
-        if not goes_on:
-            passenger.hand_over()
-        return goes_on
+    def _take_step(self, passengers: list[Passenger], step: Callable[[Passenger], bool]) -> list[Passenger]:
+        """For each of them; those who have more to do here."""
+        going_on, under_way = [], self._under_way
+        for passenger in passengers:
+            if passenger not in under_way:
+                continue
+            try:
+                if step(passenger):
+                    going_on.append(passenger)
+                else:
+                    passenger.hand_over()
+            except ApiError as error:
+                passenger.refuse(error)
+            except Exception:
+                record = passenger.record
+                _log.exception("internal_error", request_id=record.request_id, path=record.route)
+                passenger.refuse(errors.internal_error(record.request_id))
+        return going_on
 
     def left(self, passenger: Passenger, outcome: str) -> None:
         """It is in the lane no more."""
@@ -169,21 +168,23 @@ class Passenger:
     A step returns False where the rest is for the usual way; it raises ApiError for what is refused.
     """
 
-    __slots__ = ("_answer", "_client", "_express", "_given", "_plan", "data", "exchange", "facts", "headers",
-                 "intake", "placement", "record", "visit")
+    __slots__ = ("_answer", "_body", "_client", "_express", "_given", "_plan", "data", "exchange", "facts",
+                 "headers", "intake", "placement", "record", "visit")
 
-    def __init__(self, express: Express, client: Client, facts: HeadFacts, given: Given, *, data: bytes) -> None:
+    def __init__(self, express: Express, client: Client, facts: HeadFacts, record: RequestRecord, *, body: bytes,
+                 data: bytes) -> None:
         self._express = express
         self._client = client
-        self._given = given
+        self._body = body
         self.facts = facts
         self.data = data
-        self.record = record = given.record
+        self.record = record
         self.headers: dict[str, str] = {REQUEST_ID_HEADER: record.request_id, **facts.headers}
         self.visit: Visit | None = None
         self.intake: Intake | None = None
         self.placement: Placement | None = None
         self.exchange: Exchange | None = None
+        self._given: Given | None = None
         self._plan: Plan | None = None
         self._answer = b""
 
@@ -199,11 +200,15 @@ class Passenger:
 
     def parse(self) -> bool:
         """Its body is understood."""
-        self._plan = self._express.reading.plan_at_once(self._given._replace(visit=self.visit))
+        facts, record = self.facts, self.record
+        passed_on = {REQUEST_ID_HEADER: record.request_id, **facts.passed_on}
+        self._given = Given(self._body, facts.route, record, facts.tenant, passed_on, self.visit)
+        self._plan = self._express.reading.plan_at_once(self._given)
         return self._plan is not None
 
     def tokenise(self) -> bool:
         """And has become tokens and hashes."""
+        assert self._given is not None, "parsed before"
         assert self._plan is not None, "parsed before"
         self.intake = self._express.reading.take_in_at_once(self._given, self._plan)
         return self.intake is not None
@@ -225,9 +230,10 @@ class Passenger:
         """It is on its way."""
         upstream, placement = self._express.upstream, self.placement
         assert placement is not None, "a first choice is a worker or a refusal"
-        exchange = upstream.send_at_once(placement.upstream_request)
+        request = placement.upstream_request
+        exchange = upstream.send_at_once(request)
         # Without a kept connection it gets a new one, though others may be free by then: so the next has one to take.
-        placement.asked(lambda: upstream.follow(exchange, placement.upstream_request))
+        placement.asked(lambda: upstream.follow(exchange, request))
         if exchange is None:
             return False
         self.exchange, exchange.on_news = exchange, self._news

@@ -95,7 +95,6 @@ class Generate:
         self._config = state.config
         self._table = state.table
         self._joining = state.joining
-        self._metrics = state.metrics
         self._access = state.access
         self._admission = state.admission
         self._dispatcher = dispatcher
@@ -107,7 +106,8 @@ class Generate:
                                   limits=MigrationLimits(
                                       self._limits, self._config.max_migrations, self._config.max_retries + 1,
                                       self._config.first_byte_timeout_s))
-        self._request_log = RequestLog(__name__)
+        self._request_log = RequestLog(__name__, state.metrics.observe)
+        state.metrics.before_read = self._request_log.flush
         state.metrics.add(PromptMemoryCollector(state.joining, self._reading.replies))
         self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -182,10 +182,10 @@ class Generate:
         finally:
             self._tasks.discard(task)
             self._ended(record)
+            del task  # what is raised holds this frame, and the task what was raised
 
     def _ended(self, record: RequestRecord) -> None:
         duration_s = time.monotonic() - record.began_at
-        self._metrics.observe(record, duration_s)
         self._dispatcher.learning.ended(record)
         self._request_log.add(record, duration_s)
 

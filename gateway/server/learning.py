@@ -6,7 +6,8 @@ Owns the four memories; this is the shell that feeds the pure estimators with in
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gateway.routing.busy_steps import BusySteps
 from gateway.routing.cost import CandidateCost
@@ -43,8 +44,12 @@ class Learning:
         Observations are looked up only for an endpoint that reports no rates or was seen to be at odds with them.
         """
         odd = self._odd
-        if not odd and all(view.prefill_tokens_per_s and view.decode_step_s for view in views):
-            return views
+        if not odd:
+            for view in views:
+                if not (view.prefill_tokens_per_s and view.decode_step_s):
+                    break
+            else:
+                return views
         now = time.monotonic()
         return [self._with_rates(view, prompt_tokens, now) if view.endpoint_id in odd
                 or not (view.prefill_tokens_per_s and view.decode_step_s) else view for view in views]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -30,6 +32,7 @@ T = TypeVar("T")
 OTHER = "other"
 LEAST_EXPECTED_S = 1e-4
 READ_RETRIES_MAX = 3
+COUNTING_MAX_S = 0.1
 LOOP_LAG_INTERVAL_S = 0.5
 _LATENCY_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STAGE_BUCKETS = (.00001, .00003, .0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3)
@@ -42,7 +45,9 @@ class GatewayMetrics:
 
     def __init__(self, table: EndpointTable, index: PrefixIndex, ledger: LoadLedger) -> None:
         self._table = table
-        loop = asyncio.get_running_loop()  # other threads read the metrics as well
+        loop = self._loop = asyncio.get_running_loop()  # other threads read the metrics as well
+        self._thread_id, self._context = threading.get_ident(), contextvars.copy_context()
+        self.before_read: Callable[[], None] = _nothing  # counts what has ended and is not counted yet
         registry = self._registry = CollectorRegistry()
         self._state = _StateCollector(table, index, ledger)
         registry.register(self._state)
@@ -125,14 +130,31 @@ class GatewayMetrics:
 
     def render(self) -> bytes:
         """The exposition text. Any thread may ask."""
+        self._count_all()
         return self._unchanged(lambda: generate_latest(self._registry))
 
     def snapshot(self) -> bytes:
         """Every series as JSON, for the sum over several processes. Any thread may ask."""
+        self._count_all()
         return orjson.dumps(self._unchanged(lambda: [
             [family.name, family.type, family.documentation,
              [[sample.name, sample.labels, sample.value] for sample in family.samples]]
             for family in self._registry.collect()]))
+
+    def _count_all(self) -> None:
+        """From another thread: by the event loop, unless that is stuck."""
+        if threading.get_ident() == self._thread_id:
+            self.before_read()
+            return
+        counted = threading.Event()
+
+        def count() -> None:
+            self.before_read()
+            counted.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(count, context=self._context)  # whose log lines say which process
+            counted.wait(COUNTING_MAX_S)
 
     def _unchanged(self, read: Callable[[], T]) -> T:
         """The event loop may change a table under another thread's eyes: that one looks again."""
@@ -193,6 +215,10 @@ class GatewayMetrics:
     def forget_worker(self, worker_id: str) -> None:
         """Drop the series of a worker that was removed."""
         self._decisions.forget("worker", worker_id)
+
+
+def _nothing() -> None:
+    """What there is to count before requests are served."""
 
 
 class _StateCollector(Collector):

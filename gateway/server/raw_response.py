@@ -117,15 +117,17 @@ class ClientStream:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         return self._writer.drain() if self._protocol.writing_paused else None
 
-
-    def send_now(self, data: bytes) -> bool:
-        """write(), when that would neither wait nor fail; False: nothing was sent."""
+    def send_now(self, data: bytes, framed: bytes | None = None) -> bool:
+        """write(), when that would neither wait nor fail; False: nothing was sent. `framed`: `data` as a chunk."""
         protocol = self._protocol
         transport = protocol.transport
-        if not self._has_begun or protocol.writing_paused or transport is None or transport.is_closing():
+        if not self._has_begun or protocol._paused or transport is None or transport.is_closing():
             return False
         self._last = data
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        if not self._is_chunked:
+            transport.write(data)
+        else:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if framed is None else framed)
         return True
 
 

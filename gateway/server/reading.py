@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -31,7 +30,7 @@ from gateway.server.state import GatewayState
 ON_LOOP_PARSE_BYTES = 256 * 1024
 
 
-class Given(NamedTuple):
+class Given(Struct, frozen=True):
     """A request as it came: by which route, whose it is, and what of its head a worker gets to see. `visit` None:
     nobody is asked whether there is room for it."""
 
@@ -57,7 +56,7 @@ class Intake(Struct, frozen=True):
     learn: Learn | None = None
 
 
-class Plan(NamedTuple):
+class Plan(Struct, frozen=True):
     """A parsed request, and what is to be made of its prompt."""
 
     body: bytes

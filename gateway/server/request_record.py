@@ -6,7 +6,8 @@ Owns: the record. Must never: decide anything by it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gateway.errors import Rejected
 from gateway.relay.relay import StreamEnd
@@ -15,10 +16,10 @@ from gateway.routing.cost import CandidateCost
 from worker.protocol.api_error import ApiError
 
 STAGES = ("parse", "tokenize", "hash", "match", "pick", "connect")
+_STAGE_FIELDS = {stage: f"{stage}_ms" for stage in STAGES}
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(Struct):
     """Filled in as the request goes its way. Instants are time.monotonic(); tokens are the first prompt's.
 
     `admitted`: a worker took the request (its answer is a 200), so that its prompt tokens count.
@@ -112,7 +113,7 @@ class RequestRecord:
 
     def log_fields(self, duration_s: float) -> dict[str, object]:
         """The request's log line, without what does not apply."""
-        fields = {
+        fields: dict[str, object] = {
             "request_id": self.request_id, "route": self.route, "client": self.client, "tenant": self.tenant,
             "model": self.model, "stream": self.stream, "status": self.status, "outcome": self.outcome,
             "error": self.error, "worker": self.worker_id,
@@ -121,12 +122,13 @@ class RequestRecord:
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens, "retries": self.retries or None,
             "moved_to": self.moved_to or None,
-            "queued_ms": _ms(self.queued_s or None), "rejected": self.rejected if self.status == 429 else None,
-            "ttft_ms": _ms(self.ttft_s), "inter_token_ms": _ms(self.inter_token_s), "duration_ms": _ms(duration_s),
-            **{f"{stage}_ms": _ms(seconds) for stage, seconds in self.stages.items()},
+            "queued_ms": round(self.queued_s * 1000, 3) if self.queued_s else None,
+            "rejected": self.rejected if self.status == 429 else None,
+            "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1000, 3),
+            "inter_token_ms": None if self.inter_token_s is None else round(self.inter_token_s * 1000, 3),
+            "duration_ms": round(duration_s * 1000, 3),
         }
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        for stage, seconds in self.stages.items():
+            fields[_STAGE_FIELDS[stage]] = round(seconds * 1000, 3)
+        return fields

@@ -9,9 +9,9 @@ whole fleet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from gateway.routing import cost
 from gateway.routing.endpoint import EndpointView

@@ -13,6 +13,7 @@ from gateway.admission.queue import FLOWS_LOOK_AT, FairQueue, Waiting
 AGEING_S = 10.0
 MAX_REQUESTS, MAX_BYTES = 6, 100
 CATCH_UP_TOKENS = 32
+HEAD_START_TOKENS = 8
 TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 
 
@@ -48,6 +49,9 @@ class NaiveQueue:
     def of(self, tenant_id: str) -> list[Waiting]:
         return sorted((entry for entry in self.line if entry.tenant_id == tenant_id), key=self.rank)
 
+    def burden(self, tenant_id: str) -> float:
+        return sum(one.cost_tokens for one in self.of(tenant_id)) / TENANTS[tenant_id]
+
     def offer(self, entry: Waiting) -> list[Waiting] | None:
         line = [*self.line, entry]
         victims = []
@@ -70,7 +74,9 @@ class NaiveQueue:
         waiting = {entry.tenant_id for entry in self.line} & may_go
         if not waiting:
             return None
-        entry = self.of(min(waiting, key=lambda name: (self.starts[name], name)))[0]
+        latest = min(self.starts[name] for name in waiting) + HEAD_START_TOKENS
+        level = [name for name in waiting if self.starts[name] <= latest]
+        entry = self.of(min(level, key=lambda name: (self.burden(name), self.starts[name], name)))[0]
         self.line.remove(entry)
         self.serve(entry)
         return entry
@@ -80,7 +86,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = FairQueue(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, ageing_s=AGEING_S,
-                               catch_up_tokens=CATCH_UP_TOKENS)
+                               catch_up_tokens=CATCH_UP_TOKENS, head_start_tokens=HEAD_START_TOKENS)
         self.naive = NaiveQueue()
         self.clock = 0.0
 
@@ -147,14 +153,15 @@ COSTS = st.lists(st.integers(1, 500), min_size=60, max_size=60)
 
 
 @settings(max_examples=50)
-@given(COSTS, COSTS, st.sampled_from([0.25, 1.0, 3.0]))
-def test_two_tenants_that_always_wait_get_tokens_by_weight(one: list[int], other: list[int], weight: float) -> None:
-    """At any moment their tokens, divided by weight, differ by no more than one request of each."""
-    queue = FairQueue(max_requests=1000, max_bytes=1000, ageing_s=AGEING_S)
+@given(COSTS, COSTS, st.sampled_from([0.25, 1.0, 3.0]), st.sampled_from([0, 2000]))
+def test_two_tenants_that_always_wait_get_tokens_by_weight(one: list[int], other: list[int], weight: float,
+                                                           head_start_tokens: int) -> None:
+    """At any moment their tokens, divided by weight, differ by no more than one request of each and a head start."""
+    queue = FairQueue(max_requests=1000, max_bytes=1000, ageing_s=AGEING_S, head_start_tokens=head_start_tokens)
     for at, (cost_one, cost_other) in enumerate(zip(one, other, strict=True)):
         queue.offer(Waiting("one", cost_one, 0, float(at), weight))
         queue.offer(Waiting("other", cost_other, 0, float(at), 1.0))
-    bound = 500 / weight + 500
+    bound = 500 / weight + 500 + head_start_tokens
     served = {"one": 0.0, "other": 0.0}
     left = {"one": len(one), "other": len(other)}
     while min(left.values()):
@@ -163,6 +170,23 @@ def test_two_tenants_that_always_wait_get_tokens_by_weight(one: list[int], other
         served[entry.tenant_id] += entry.cost_tokens / entry.weight
         left[entry.tenant_id] -= 1
         assert abs(served["one"] - served["other"]) <= bound
+
+
+@settings(max_examples=50)
+@given(COSTS, st.integers(0, 4000))
+def test_of_those_who_are_level_the_one_with_less_in_line_goes_first_for_its_head_start(
+        costs: list[int], head_start_tokens: int) -> None:
+    queue = FairQueue(max_requests=200, max_bytes=100, ageing_s=AGEING_S, head_start_tokens=head_start_tokens)
+    for at in range(100):
+        queue.offer(Waiting("flood", 500, 0, float(at)))
+    for at, cost in enumerate(costs):
+        queue.offer(Waiting("quiet", cost, 0, 100.0 + at))
+    ahead = 0.0
+    while queue.waits("quiet"):
+        entry = queue.take()
+        assert entry is not None
+        assert (entry.tenant_id == "quiet") == (ahead <= head_start_tokens)
+        ahead += entry.cost_tokens if entry.tenant_id == "quiet" else -entry.cost_tokens
 
 
 def test_waiting_makes_up_for_a_low_priority() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from msgspec.structs import replace
 
 from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge

@@ -42,6 +42,7 @@ class Fleet:
     answer_s: float = 0.0
     reserved_ratio: float = 0.125
     catch_up_tokens: int = 32_768
+    head_start_tokens: int = 8192
     duration_s: float = 80.0
 
     def prompt_s(self, tokens: int) -> float:
@@ -62,7 +63,7 @@ class Outcome:
 
 def outcome(fleet: Fleet, loads: list[Load], of: str, seed: int) -> Outcome:
     queue = FairQueue(max_requests=QUEUED_MAX, max_bytes=1 << 30, ageing_s=10.0,
-                      catch_up_tokens=fleet.catch_up_tokens)
+                      catch_up_tokens=fleet.catch_up_tokens, head_start_tokens=fleet.head_start_tokens)
     line = Line(queue, Places(), reserved_ratio=fleet.reserved_ratio)
     arrivals = sorted(one for load in loads
                       for one in load.arrivals(random.Random(f"{load.tenant_id}-{seed}"), fleet.duration_s))
@@ -126,13 +127,24 @@ def test_a_flood_at_20_times_its_share_leaves_the_quiet_one_alone(fleet: Fleet, 
 
 
 @pytest.mark.parametrize(("fleet", "quiet_of_share"), [
-    (replace(LONG_ANSWERS, reserved_ratio=0.0), 0.2), (replace(ONE, catch_up_tokens=0), 0.5)])
-def test_each_of_the_two_measures_is_needed(fleet: Fleet, quiet_of_share: float) -> None:
-    """Without places left to others one waits for the end of an answer; without catching up, at one's own share for
-    what one asks at once."""
+    (replace(LONG_ANSWERS, reserved_ratio=0.0), 0.2), (replace(ONE, catch_up_tokens=0, head_start_tokens=0), 0.5)])
+def test_without_these_measures_a_flood_is_felt(fleet: Fleet, quiet_of_share: float) -> None:
+    """Without places left to others one waits for the end of an answer; without catching up or a head start, at one's
+    own share for what one asks at once."""
     quiet, flood = quiet_and_flood(fleet, quiet_of_share)
     alone, beside = (p99(outcome(fleet, loads, "quiet", 1).ttft_s) for loads in ([quiet], [quiet, flood]))
     assert beside > 1.5 * alone, (alone, beside)
+
+
+@pytest.mark.parametrize(("head_start_tokens", "is_felt"), [(Fleet.head_start_tokens, False), (0, True)])
+def test_a_flood_that_has_just_begun_goes_before_nobody(head_start_tokens: int, *, is_felt: bool) -> None:
+    """At its first moment nobody has anything to catch up; whoever then asks for a little is not made to share."""
+    begin = replace(ONE, duration_s=30.0, head_start_tokens=head_start_tokens)
+    quiet, flood = quiet_and_flood(begin, 0.5)
+    alone, beside = ([second for seed in range(60) for second in outcome(begin, loads, "quiet", seed).ttft_s]
+                     for loads in ([quiet], [quiet, flood]))
+    assert len(alone) == len(beside) > 400
+    assert (p99(beside) > 1.5 * p99(alone)) == is_felt, (p99(alone), p99(beside))
 
 
 def test_the_flood_itself_gets_all_that_is_left_and_no_more_than_it_can_have() -> None:

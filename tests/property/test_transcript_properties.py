@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.relay.shortcut import UNSETTLED_MAX, Shortcut
+from gateway.relay.sse import StreamTail
 from gateway.relay.transcript import KEPT_BYTES, Told, Transcript
 from worker.protocol.told_tokens import ToldTokens, decode_told, encode_told
 
@@ -114,6 +116,38 @@ def test_the_shortcut_passes_what_the_long_way_would(chunks: list[bytes], data: 
         if long.lost:
             break
     assert short.kept_blocks() == long.kept_blocks()
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(b"".join), max_size=3 * UNSETTLED_MAX),
+       st.booleans(), st.data())
+def test_what_took_the_shortcut_is_remembered_as_if_it_had_not(chunks: list[bytes], with_transcript: bool,
+                                                               data: st.DataObject) -> None:
+    sent: list[bytes] = []
+    long, long_tail = Transcript(), StreamTail()
+    short, tail = Transcript() if with_transcript else None, StreamTail()
+    is_slow = data.draw(st.lists(st.booleans(), min_size=len(chunks), max_size=len(chunks)))
+
+    def send(passing: bytes, framed: bytes | None) -> bool:
+        if not is_slow[at]:
+            sent.append(passing if framed is None else framed.removeprefix(b"%x\r\n" % len(passing))[:-2])
+        return not is_slow[at]
+
+    shortcut = Shortcut(send, tail, short)
+    for at, chunk in enumerate(chunks):
+        framed = b"%x\r\n%b\r\n" % (len(chunk), chunk) if at % 3 else None
+        if not shortcut.take(chunk, framed):
+            shortcut.settle()
+            passing = chunk if short is None else short.feed(chunk)
+            if passing:
+                tail.feed(passing)
+                sent.append(passing)
+        long_tail.feed(long.feed(chunk) if with_transcript else chunk)
+        if long.lost:
+            break
+    shortcut.settle()
+    assert b"".join(sent) == tail.tail() == long_tail.tail()
+    assert tail.total_bytes == long_tail.total_bytes
+    assert short is None or short.kept_blocks() == long.kept_blocks()
 
 
 def test_usual_chunks_take_the_shortcut() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import Booking, LoadLedger, LoadView

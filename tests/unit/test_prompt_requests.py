@@ -17,6 +17,7 @@ from worker.prompt.requests import (
     parse_tokenize,
 )
 from worker.prompt.sampling_params import SamplingParams
+from worker.protocol.api_error import ApiError
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -130,6 +131,13 @@ def test_messages_stay_as_they_were_sent() -> None:
         {"role": "assistant", "content": "done", "tool_calls": None},
     ]
     assert list(chat(messages=messages).messages) == messages
+
+
+@pytest.mark.parametrize("role", [[], {}, None, 1, "nobody"])
+def test_a_role_that_is_none_is_the_clients_mistake(role: object) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(messages=[{"role": role, "content": "hi"}])
+    assert (refused.value.status, refused.value.param) == (400, "messages[0].role")
 
 
 def test_tools() -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from worker.engine.engine_config import EngineConfig, EngineSetupError
 from worker.engine.messages import AbortRequest, Command, EngineFailed, Report, Shutdown, SubmitSequence
+from worker.protocol.collector import spare_what_lives
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
@@ -131,6 +132,7 @@ def _load_and_serve(config: EngineConfig, inbox: CommandInbox, send: Send) -> in
         engine = Engine(config, clock=time.monotonic)
         ready = engine.load()
         inbox.prepare = engine.prepare
+        spare_what_lives()
         send(ready)
         return serve(engine, inbox, send)
     except EngineSetupError as error:

@@ -52,6 +52,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._dialect = TemplateDialect(source, self._render_or_none)
+        self._plain_roles: set[str] = set()     # whose messages of a role and a text pass untouched
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False,
@@ -61,8 +62,8 @@ class ChatTemplate:
         `template_kwargs` are further names for the template (enable_thinking, documents); they win over special
         tokens of the same name, as in transformers.
         """
-        adapt = self._dialect.adapt
-        chat = [_with_reasoning_aliases(adapt(_without_nulls(message), index))
+        chat = [message if type(message) is dict and len(message) == 2 and type(message.get("content")) is str
+                and message.get("role") in self._plain_roles else self._adapted(message, index)
                 for index, message in enumerate(messages)]
         final = self._mark_final_message(chat) if continue_final_message else None
         context = {"documents": None, **self._special_tokens, **(template_kwargs or {}),
@@ -76,6 +77,13 @@ class ChatTemplate:
             words = str(error)[:MAX_ERROR_CHARS] or type(error).__name__
             raise invalid_request(f"The chat template cannot render these messages: {words}", "messages") from error
         return text if final is None else _cut_at_mark(text, final)
+
+    def _adapted(self, message: Mapping[str, Any], index: int) -> Message:
+        """The message in a form that the template reads. Of one that is a role and a text, the role alone decides."""
+        adapted = _with_reasoning_aliases(self._dialect.adapt(_without_nulls(message), index))
+        if adapted is message and len(message) == 2 and type(message.get("content")) is str:
+            self._plain_roles.add(message["role"])
+        return adapted
 
     def turn_end_text(self) -> str:
         """What the template writes after an assistant's content: "<|im_end|>\\n", or "" when that cannot be told."""

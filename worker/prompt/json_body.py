@@ -73,7 +73,7 @@ def top_level_keys(body: bytes) -> list[str]:
     kept = _raw_decoder.decode(body)
     # A key and its value take four more characters, and the object one: where this adds up to the body, there is
     # neither white space nor an escape in a key nor anything that was not kept.
-    if sum(map(len, kept)) + sum(map(_num_bytes, kept.values())) + 4 * len(kept) + 1 == len(body):
+    if sum(map(len, kept)) + len(b"".join(kept.values())) + 4 * len(kept) + 1 == len(body):
         return list(kept)
     position = body.index(b"{") + 1
     seen: dict[str, None] = {}

@@ -17,7 +17,6 @@ MAX_PARTS = 4_096
 MAX_TOOLS = 1_024
 RESERVED_TEMPLATE_KWARGS = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"))
-_PLAIN_ROLES = frozenset(ROLES)
 _OTHER_PARTS = frozenset(("image_url", "input_image", "image", "input_audio", "audio", "video_url", "video", "file"))
 
 
@@ -29,8 +28,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         raise invalid_request(f"messages holds {len(messages)} messages; at most {MAX_MESSAGES} are accepted.",
                               "messages")
     for index, message in enumerate(messages):
-        if not _is_plain(message):
-            _check_message(message, f"messages[{index}]")
+        if len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str:
+            continue    # nothing but a role and a text, as most are: there is nothing else to check
+        _check_message(message, f"messages[{index}]")
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
@@ -57,12 +57,6 @@ def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
         if name in RESERVED_TEMPLATE_KWARGS:
             raise invalid_request(f"chat_template_kwargs may not set {name}: send it as a field of the request.",
                                   f"chat_template_kwargs.{name}")
-
-
-def _is_plain(message: Mapping[str, Any]) -> bool:
-    """Whether it is nothing but a role and a text, as most are: then there is nothing else to check."""
-    return (len(message) == 2 and message.get("role") in _PLAIN_ROLES
-            and type(message.get("content")) is str)
 
 
 def _check_message(message: Mapping[str, Any], path: str) -> None:

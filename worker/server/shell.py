@@ -23,6 +23,7 @@ from worker.engine.messages import EngineFailed, EngineReady, EngineStats, Repor
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.api_error import ApiError
+from worker.protocol.collector import collect_seldom
 from worker.protocol.logs import get_logger
 from worker.server.events_publisher import EventsPublisher
 from worker.server.eviction_bursts import EvictionBursts
@@ -203,6 +204,7 @@ class Shell:
             return
         self.metrics.observe_ready(ready, self.stats)
         self.publisher.open(topic=f"kv@{self.config.host}:{self.port}@{ready.model}")
+        collect_seldom()
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
         _log.info("ready", model=ready.model, max_context=ready.max_context, num_blocks=ready.num_blocks,

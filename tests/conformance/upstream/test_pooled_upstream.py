@@ -131,8 +131,9 @@ async def test_what_arrives_while_one_waits_is_offered_and_only_what_is_not_take
 
     offered: list[bytes] = []
 
-    def take(chunk: bytes) -> bool:
+    def take(chunk: bytes, framed: bytes | None) -> bool:
         offered.append(chunk)
+        assert framed == (None if chunk == b"end" else b"3\r\n%b\r\n" % chunk), "as it came, if it came alone"
         go_on.set()
         return chunk != b"not"
 
