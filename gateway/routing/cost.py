@@ -44,6 +44,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from gateway.routing.busy_steps import STEP_UNDER_WAY
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
@@ -189,7 +190,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     queue_s = queued * token_s
     steps_s = num_steps = 0.0
     if num_active:
-        num_steps = 0.5 + (queued + uncached) / (view.step_tokens or BATCH_TOKENS)
+        num_steps = STEP_UNDER_WAY + (queued + uncached) / (view.step_tokens or BATCH_TOKENS)
         steps_s = num_steps * (work.busy_step_of(view.endpoint_id, num_active) or step_s)
     stream_step_s = STREAM_STEP_SHARE * step_s
     stream_step_s = stream_step_s if stream_step_s > token_s else token_s

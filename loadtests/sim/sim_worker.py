@@ -24,7 +24,6 @@ from worker.protocol.block_hash import HashScheme
 OUTPUT_TOKENS_FROM = 1 << 31   # ids of generated tokens: never those of a prompt
 SKIPPED_STEPS_MAX = 4096
 RATE_DECAY = 0.9
-RATE_TOKENS = 8192
 PREFILL_SAMPLE_TOKENS_MIN = 32
 WARM_UP_TOKENS = 1024
 
@@ -217,6 +216,5 @@ class SimWorker:
         elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
             decode_s = self._decode_step_s if decode_rows else 0.0
             own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)
-            past = max(RATE_DECAY, 1 - prefill_tokens / RATE_TOKENS)
-            self._prefill_tokens = past * self._prefill_tokens + prefill_tokens
-            self._prefill_s = past * self._prefill_s + own_s
+            self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
+            self._prefill_s = RATE_DECAY * self._prefill_s + own_s

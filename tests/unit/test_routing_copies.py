@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import replace as changed_prefix
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gateway.routing.copies import HITS_MIN, RECENT_S, TOKENS_MIN, is_worth_copies, next_holder, num_active
 from gateway.routing.endpoint import EndpointView, Knowledge
@@ -49,8 +50,8 @@ def test_nobody_copies_while_holders_have_time_or_are_gone() -> None:
 def test_only_what_is_long_and_asked_for_now_is_worth_it() -> None:
     assert is_worth_copies(PREFIX, 100.0 + RECENT_S)
     assert not is_worth_copies(PREFIX, 100.1 + RECENT_S)
-    assert not is_worth_copies(replace(PREFIX, num_hits=HITS_MIN - 1), 100.0)
-    assert not is_worth_copies(replace(PREFIX, chain=PREFIX.chain[1:]), 100.0)
+    assert not is_worth_copies(changed_prefix(PREFIX, num_hits=HITS_MIN - 1), 100.0)
+    assert not is_worth_copies(changed_prefix(PREFIX, chain=PREFIX.chain[1:]), 100.0)
 
 
 @given(st.lists(st.builds(EndpointView, endpoint_id=st.sampled_from("abcdef"), epoch=st.just("1"),

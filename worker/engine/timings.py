@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 PHASES = ("queue", "allocate", "prefill", "recompute", "sample")
 PREFILL_SAMPLE_TOKENS_MIN = 32      # smaller prefill shares measure overhead, not speed
 RATE_DECAY = 0.9                    # weight of the past at every new observation: about the last ten count
-RATE_TOKENS = 8192                  # so many prefilled positions count, where those of ten steps are fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,7 @@ class EngineRates:
     """Running estimates that routing needs: prefill tokens per second and seconds of a decode step.
 
     Steps that only decode measure the second; steps with a real share of prefill measure the first, the time of the
-    decode rows in them taken off. Observations decay, so a change of load shows within about ten steps; small shares
-    of prefill, which measure badly, weigh by their positions.
+    decode rows in them taken off. Observations decay, so a change of load shows within about ten steps.
     """
 
     def __init__(self) -> None:
@@ -107,9 +105,8 @@ class EngineRates:
         elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
             decode_s = self.decode_step_s if decode_rows else 0.0
             own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)
-            past = max(RATE_DECAY, 1 - prefill_tokens / RATE_TOKENS)
-            self._prefill_tokens = past * self._prefill_tokens + prefill_tokens
-            self._prefill_s = past * self._prefill_s + own_s
+            self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
+            self._prefill_s = RATE_DECAY * self._prefill_s + own_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
