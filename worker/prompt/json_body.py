@@ -20,7 +20,7 @@ MAX_JSON_CONTAINERS = 200_000
 MAX_JSON_KEYS = 400_000
 """Keys of all objects in one body, two to a container."""
 MAX_TOP_LEVEL_KEYS = 1000
-"""Of one object; all that clients know are fewer than 100, and with white space between they are walked one by one."""
+"""Of a body; clients know fewer than 100. They are walked one by one where white space lies between."""
 
 _KEY = re.compile(rb'[\s,]*"([^"\\]*(?:\\.[^"\\]*)*)"\s*:\s*')
 _CLOSE = re.compile(rb"\s*\}")
