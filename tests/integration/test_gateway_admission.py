@@ -235,7 +235,7 @@ async def test_a_request_that_names_no_priority_has_its_tenants_lowest(start: An
     assert {one.status for one in await asyncio.gather(*held.sent)} == {200}
     assert [text for text in held.texts() if text[0] != "o"] == ["none", "as it may", "null", "later"]
     told = {body["messages"][0]["content"]: body.get("priority") for body in held.bodies()}
-    assert told == {"one": None, "other": None, "none": 5, "as it may": 5, "later": 6, "null": 5}, "workers order by it"
+    assert told == {"one": None, "other": None, "none": 5, "as it may": 5, "later": 6, "null": 5}, "workers go by it"
 
 
 async def test_a_flood_leaves_a_place_to_others(start: Any, tmp_path: Path) -> None:
