@@ -79,6 +79,8 @@ class GatewayConfig:
     head_timeout_s: float = setting(10.0, bounds=(0.01, None), table="server",
                                     help="from a request's first byte to the end of its headers")
     index_max_bytes: int = setting(512 * 1024 * 1024, bounds=(1, None), help="memory of the prefix index at most")
+    text_memory_bytes: int = setting(64 * 1024 * 1024, bounds=(0, None),
+                                     help="memory of texts tokenised before at most, for each model")
     remember_replies: bool = setting(True, help="let the next turn find an answer by its own tokens")
     reply_memory_bytes: int = setting(32 * 1024 * 1024, bounds=(0, None), help="memory of such answers at most")
     speculative_ttl_s: float = setting(5.0, bounds=(0, None), help="how long a routed prompt counts as cached")

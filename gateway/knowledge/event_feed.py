@@ -19,8 +19,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from zmq.asyncio import Context, Socket
-from zmq.constants import Event, Flag, SocketOption, SocketType
-from zmq.error import Again
+from zmq.constants import Event, Flag, PollEvent, SocketOption, SocketType
 from zmq.utils.monitor import parse_monitor_message
 
 from gateway.knowledge.endpoint_table import FeedStatus
@@ -303,9 +302,8 @@ async def _first_of(*watchers: Coroutine[None, None, None]) -> None:
 async def _receive_some(live: Socket) -> list[list[bytes]]:
     """At least one message, and up to BATCHES_PER_TURN of those that are there already."""
     messages = [await live.recv_multipart()]
-    with contextlib.suppress(Again):
-        while len(messages) < BATCHES_PER_TURN:
-            messages.append(await live.recv_multipart(Flag.DONTWAIT))
+    while len(messages) < BATCHES_PER_TURN and live.get(SocketOption.EVENTS) & PollEvent.POLLIN:
+        messages.append(await live.recv_multipart(Flag.DONTWAIT))
     return messages
 
 

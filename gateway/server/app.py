@@ -38,6 +38,7 @@ from gateway.server.express_connection import ExpressServer
 from gateway.server.generate import Generate
 from gateway.server.generate_route import EXPRESS_ROUTES
 from gateway.server.handlers import ClientRoutes
+from gateway.server.heaps import share_heaps
 from gateway.server.http import Routes
 from gateway.server.metrics import measure_loop_lag
 from gateway.server.openapi import OpenApiRoute
@@ -290,6 +291,7 @@ class Gateway:
 
 def run(config: GatewayConfig, membership: Membership | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status (0 drained, 2 bad configuration or a port in use)."""
+    share_heaps()
     configure_logging(config.log_format, config.log_level)
     if membership is not None:
         structlog.contextvars.bind_contextvars(process=membership.seat.slot)

@@ -230,9 +230,10 @@ class Passenger:
         """It is on its way."""
         upstream, placement = self._express.upstream, self.placement
         assert placement is not None, "a first choice is a worker or a refusal"
-        exchange = upstream.send_at_once(placement.upstream_request)
+        request = placement.upstream_request
+        exchange = upstream.send_at_once(request)
         # Without a kept connection it gets a new one, though others may be free by then: so the next has one to take.
-        placement.asked(lambda: upstream.follow(exchange, placement.upstream_request))
+        placement.asked(lambda: upstream.follow(exchange, request))
         if exchange is None:
             return False
         self.exchange, exchange.on_news = exchange, self._news
