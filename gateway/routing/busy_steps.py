@@ -7,8 +7,8 @@ busy one has few, and knows nothing of others that use the same cores.
 A step is taken to cost a share for each request there and as much again as FIXED_STREAMS of them, so that what was
 seen with few says something about many before they are there. An endpoint of which nothing has been seen is as the
 others are. Each observation counts NEWEST_WEIGHT, less when it met less than a step of its own beyond the one under
-way (a short wait has many causes), and is taken to be off by CHANGE_MAX at most: a stray one does little, a worker that
-slows down shows within a few requests.
+way (a short wait has many causes), and is taken to be off by CHANGE_MAX at most: a stray one does little, a worker
+that slows down shows within a few requests.
 """
 
 from __future__ import annotations
