@@ -13,6 +13,7 @@ what was found. Routers with session affinity are told the session, ours is not.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections import defaultdict
@@ -78,6 +79,7 @@ class Bench:
                 "rounds": self._args.rounds, "seed": self._args.seed, "max_output": self._args.max_output,
                 "kv_memory": self._args.kv_memory, "left_out": self.left_out,
                 "versions": {arm: self._programs.version(arm) for arm in self.arms},
+                "predicted_hits": self._all_hits().as_dict(),
                 "arms": [self._arm(arm) for arm in self.arms]}
 
     async def _one(self, arm: str, sent: Trace, number: int) -> None:
@@ -93,18 +95,27 @@ class Bench:
         _say(f"round {number} {arm:<34} p50 {result['ttft_p50_s']:.3f} p90 {result['ttft_p90_s']:.3f} "
              f"hits {result['hit_token_ratio'] or 0:.1%} late {result['late']} errors {result['errors']}")
 
+    def _all_hits(self) -> HitCheck:
+        """Over our own arms, whatever their policy: what a worker holds is known alike."""
+        total = HitCheck()
+        for check in self.hits.values():
+            total.add(check)
+        return total
+
     def _arm(self, arm: str) -> dict[str, Any]:
         """Pooled over the rounds, and ours over it: below 1 ours is better."""
         rounds = self.outcomes[arm]
         pooled, ours = self._pooled(arm), self._pooled(self.arms[0])
         each = [self._warm(outcomes, arm) for outcomes in rounds]
         first = [self._warm(outcomes, arm) for outcomes in self.outcomes[self.arms[0]]]
+        by_round = [mine["ttft_p90_s"] / one["ttft_p90_s"] for mine, one in zip(first, each, strict=True)
+                    if one["ttft_p90_s"]]
         whole = self._figures(list(chain.from_iterable(rounds)), arm)
         return {**pooled, "from_the_start": {key: whole[key] for key in (*QUANTILES, "hit_token_ratio", "requests")},
                 "rounds": [{key: one[key] for key in (*QUANTILES, "hit_token_ratio")} for one in each],
                 "ours_over_it": {key: ours[key] / pooled[key] if pooled[key] else None for key in QUANTILES},
-                "ours_over_it_p90_by_round": [mine["ttft_p90_s"] / one["ttft_p90_s"] if one["ttft_p90_s"] else None
-                                              for mine, one in zip(first, each, strict=True)],
+                "ours_over_it_p90_by_round": by_round,
+                "ours_over_it_p90_median": statistics.median(by_round) if by_round else None,
                 "predicted_hits": self.hits[arm].as_dict() if arm in self.hits else None}
 
     def _pooled(self, arm: str) -> dict[str, Any]:
@@ -133,6 +144,13 @@ def as_table(report: dict[str, Any]) -> str:
         if arm["predicted_hits"]:
             lines.append(f"{'':<34}hit within a block of [confirmed, matched]: {arm['predicted_hits']['within']} of "
                          f"{arm['predicted_hits']['compared']}")
+    for arm in report["arms"][1:]:
+        ratio = arm["ours_over_it_p90_median"]
+        lines.append(f"p90 of {report['arms'][0]['policy']} over {arm['policy']}, median of the rounds: "
+                     + ("none" if ratio is None else f"{ratio:.2f} ({'better' if ratio < 1 else 'not better'})"))
+    hits = report["predicted_hits"]
+    lines.append(f"reported hit within a block of [confirmed, matched], all our arms: {hits['within']} of "
+                 f"{hits['compared']}")
     return "\n".join([*lines, *(f"{arm}: left out, {reason}" for arm, reason in report["left_out"].items())])
 
 
