@@ -5,9 +5,10 @@
 Four workers on a seeded model, one thread each, are sent tau-bench conversations, open loop, at a share of the rate
 that saturates them (found first, by clients that ask without a pause). Every round sends the same requests at the
 same instants through each arm, beginning with the next arm; before each the workers' caches are emptied and the front
-is started afresh. Figures leave out what was due during the warm-up, in which every prefix is computed for the first
-time; `from_the_start` has everything. Of our own arms the gateway's log tells for each request what was predicted and
-what was found. Routers with session affinity are told the session, ours is not.
+is started afresh. One run before all rounds does not count: whoever is first finds workers that are not warm. Figures
+leave out what was due during the warm-up, in which every prefix is computed for the first time; `from_the_start` has
+everything. Of our own arms the gateway's log tells for each request what was predicted and what was found. Routers
+with session affinity are told the session, ours is not.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class Bench:
                                                 clients=CLIENTS_A_WORKER * len(self._fleet.workers))
         rate = self._args.load * saturation
         _say(f"saturation {saturation:.1f} requests/s with {self.arms[0]}; sending {rate:.1f}")
-        for number in range(self._args.rounds):
-            sent = overlapping(self._trace, rate=rate, span_s=self._args.span, seed=self._args.seed + number)
+        sent_in = [overlapping(self._trace, rate=rate, span_s=self._args.span, seed=self._args.seed + number)
+                   for number in range(self._args.rounds)]
+        await self._one(self.arms[0], sent_in[0], None)
+        for number, sent in enumerate(sent_in):
             turn = number % len(self.arms)
             for arm in self.arms[turn:] + self.arms[:turn]:
                 await self._one(arm, sent, number)
@@ -82,12 +85,15 @@ class Bench:
                 "predicted_hits": self._all_hits().as_dict(),
                 "arms": [self._arm(arm) for arm in self.arms]}
 
-    async def _one(self, arm: str, sent: Trace, number: int) -> None:
+    async def _one(self, arm: str, sent: Trace, number: int | None) -> None:
+        """One arm in the round of this number; None: before them all, so that workers are warm, and not counted."""
         await self._fleet.empty()
         async with running_front(arm, self._fleet, self._programs) as front:
             driver = Driver(Target(front.url, name_sessions=True), self._prompts, Pace(),
                             run_id=f"{arm.replace(' ', '-')}-{number}")
             outcomes = await driver.run(sent)
+            if number is None:
+                return
             if front.child is not None:
                 self.hits[arm].add(await checked(front, outcomes, sent.block_size))
         self.outcomes[arm].append(outcomes)
