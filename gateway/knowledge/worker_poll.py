@@ -59,6 +59,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainLifted:
+    """An operator wants work sent there again."""
+
+    endpoint_id: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
 class RemovalRequested:
     """An operator wants a worker forgotten. What runs there may end."""
 
@@ -146,6 +154,12 @@ class WorkerPoll:
         await self._inbox.put(request)
         await request.done.wait()
 
+    async def lift_drain(self, endpoint_id: str) -> None:
+        """See DrainLifted. Returns once requests of this process may go there, if nothing else is against it."""
+        request = DrainLifted(endpoint_id)
+        await self._inbox.put(request)
+        await request.done.wait()
+
     async def aclose(self) -> None:
         """Stop everything and close the event sockets."""
         await _cancel_all([*self._tasks, *self._watches.values(), *self._feeds.values()])
@@ -194,7 +208,7 @@ class WorkerPoll:
         while True:
             note = await self._inbox.get()
             endpoint = self._table.get(note.endpoint_id)
-            if isinstance(note, DrainRequested):
+            if isinstance(note, DrainRequested | DrainLifted):
                 note.done.set()  # by the time its asker runs, so it is: nothing is awaited on the way
             if isinstance(note, RemovalRequested):
                 await self._forget(note.endpoint_id)
@@ -203,8 +217,8 @@ class WorkerPoll:
             if endpoint is None:
                 continue
             before = endpoint.state, endpoint.detail
-            if isinstance(note, DrainRequested):
-                endpoint.drain_requested = True
+            if isinstance(note, DrainRequested | DrainLifted):
+                endpoint.drain_requested = isinstance(note, DrainRequested)
             elif isinstance(note, LifeEnded):
                 await self._end_life(endpoint, note)
             else:
