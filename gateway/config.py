@@ -125,7 +125,7 @@ class GatewayConfig:
     expose_routing: bool = setting(True, table="privacy", help="x-headstart-worker and -matched-tokens in responses")
     # Empty: a random one in a 0600 file.
     admin_token: str = setting("", env="HEADSTART_ADMIN_TOKEN")
-    admin_token_file: Path | None = setting(None, help="where a random admin token is written")
+    admin_token_file: Path | None = setting(None, help="has the admin token, or gets a random one")
     keys_file: Path | None = setting(None, help="a TOML file of tenants and their keys' hashes; none: all may ask")
     # tenant=key, with commas; a key or its hash. Both may be given.
     api_keys: tuple[str, ...] = setting((), env="HEADSTART_API_KEYS", check=api_keys_problem)
