@@ -144,6 +144,7 @@ class Placement:
         """The request has ended; what it left in the worker's cache is for the events to tell."""
         if self._prefill_timer is not None:
             self._prefill_timer.cancel()
+        self.follow = None  # it knows this placement: without the circle all of it is freed at once
         self._booking.release()
         self._pass.left()
         if self._bet is not None:
@@ -235,8 +236,7 @@ class Dispatcher:
         return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
-        most = self._max_inflight
-        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most]
+        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= self._max_inflight]
         return frozenset(full) if full else _NOBODY
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
