@@ -101,7 +101,7 @@ def check_nesting(body: bytes) -> None:
     `body` must be valid JSON. Works on the text, where a level costs one pass in C: strings are taken out, only
     brackets are left, and every pass removes the innermost pairs.
     """
-    if _opens_at_most(body, MAX_JSON_DEPTH):
+    if opens_at_most(body, MAX_JSON_DEPTH):
         return
     brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS)
     if len(brackets) // 2 > MAX_JSON_CONTAINERS:
@@ -112,7 +112,7 @@ def check_nesting(body: bytes) -> None:
         raise _too_deep()
 
 
-def _opens_at_most(body: bytes, limit: int) -> bool:
+def opens_at_most(body: bytes, limit: int) -> bool:
     """Whether there are few opening brackets, in strings or not. Jumping to each is quicker than counting bytes."""
     left = limit
     for bracket in (b"[", b"{"):
