@@ -11,18 +11,22 @@ import os
 import random
 import re
 import secrets
+import socket
+import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 
 from loadtests.bench.gateway_targets import cpu_ns
-from loadtests.local_stack import Child, free_port, start
+from loadtests.local_stack import READY_TIMEOUT_S, Child, StackError, start
 
 RESTART_AFTER_S = 1.0
 SETTLE_S = 90.0
+STARTS_MAX = 3
+PORTS = range(15_000, 32_768)  # below those that the kernel gives to outgoing connections, such as our clients'
 REST_S, REST_LOOK_S = 5.0, 0.2  # polls and feeds open sockets now and then, also when nobody asks for anything
 _CACHES = ("headstart_tokenizer_cache_bytes", "headstart_reply_memory_bytes", "headstart_index_bytes")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -32,13 +36,14 @@ StartWorker = Callable[[int, dict[str, str]], Child]
 @dataclass(frozen=True)
 class Held:
     """What a process holds at one moment. `tasks` counts those of its event loop; `cache_bytes` is what its caches,
-    each with a limit, say that they hold."""
+    each with a limit, say that they hold. `requests`: how many had ended by then."""
 
     at_s: float
     rss_bytes: int
     sockets: int
     tasks: int
     cache_bytes: int = 0
+    requests: int = 0
 
 
 @dataclass
@@ -112,22 +117,29 @@ class Fleet:
             await asyncio.sleep(every_s * (0.5 + rng.random()))
             index = rng.randrange(len(self.workers))
             killed = self.workers[index]
-            self.killed_cpu_ns += cpu_ns(killed.process.pid)
-            killed.process.kill()
+            if killed.process.poll() is None:  # one that did not start again gets another chance
+                self.killed_cpu_ns += cpu_ns(killed.process.pid)
+                killed.process.kill()
+                self.num_kills += 1
             await asyncio.to_thread(killed.process.wait)
             killed.log.close()
-            self.num_kills += 1
             await asyncio.sleep(RESTART_AFTER_S)
             self.workers[index] = self.start_worker(int(killed.url.rpartition(":")[2]))
 
-    async def sample(self, every_s: float) -> None:
+    async def sample(self, every_s: float, num_requests: Callable[[], int]) -> None:
         """Look at the gateway's process now and then. Runs until cancelled."""
         while True:
             try:
-                self.samples.append(await asyncio.to_thread(self.held))
+                held = await asyncio.to_thread(self.held)
+                self.samples.append(replace(held, requests=num_requests()))
             except OSError:  # a machine that is too busy to answer in time
                 self.num_missed_samples += 1
             await asyncio.sleep(every_s)
+
+    async def stop(self) -> None:
+        """End every child."""
+        for child in (self.gateway, *self.workers):
+            await asyncio.to_thread(child.stop)
 
     async def settle(self, before: Held) -> tuple[dict[str, float], Held]:
         """Wait until nothing is left of the load, or long enough."""
@@ -140,33 +152,68 @@ class Fleet:
             await asyncio.sleep(1.0)
 
     async def until_exact(self) -> None:
-        """Every worker ready, its events in sequence."""
-        deadline = time.monotonic() + SETTLE_S
-        while True:
-            workers = orjson.loads(await asyncio.to_thread(self.get, "/admin/workers"))["workers"]
-            if all(worker["state"] == "ready" and worker["knowledge"] == "exact" for worker in workers):
-                return
+        """Every worker ready, its events in sequence. StackError when a child ends before that."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not await asyncio.to_thread(self._is_exact):
+            for child in (self.gateway, *self.workers):
+                if child.process.poll() is not None:
+                    raise StackError(f"{child.url} ended with {child.process.returncode}: {child.log_tail(500)}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the gateway does not know its workers: {workers}")
+                raise TimeoutError("the gateway does not know its workers")
             await asyncio.sleep(0.2)
+
+    def _is_exact(self) -> bool:
+        try:
+            workers = orjson.loads(self.get("/admin/workers"))["workers"]
+        except OSError:
+            return False  # it does not listen yet
+        return all(worker["state"] == "ready" and worker["knowledge"] == "exact" for worker in workers)
+
+
+def steady_ports(count: int) -> list[int]:
+    """So many that are free, and stay so while nobody listens there: no outgoing connection is given one."""
+    found: list[int] = []
+    while len(found) < count:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found += [port] if port not in found else []
+    return found
 
 
 @contextlib.asynccontextmanager
 async def running_fleet(start_worker: StartWorker, *, num_workers: int,
                         arguments: Sequence[str] = ()) -> AsyncIterator[Fleet]:
-    """Everything ready; everything stopped at the end."""
+    """Everything ready; everything stopped at the end. Should a port be taken meanwhile, all start on others."""
+    for num_left in reversed(range(STARTS_MAX)):
+        fleet = await _ready(_start_all(start_worker, num_workers, arguments), may_fail=num_left > 0)
+        if fleet is not None:
+            break
+    assert fleet is not None, "the last try raises"
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+async def _ready(fleet: Fleet, *, may_fail: bool = True) -> Fleet | None:
+    """The fleet once all of it serves; None when it did not start, which then has ended."""
+    try:
+        await fleet.until_exact()
+        return fleet
+    except BaseException as error:
+        await fleet.stop()
+        if not may_fail or not isinstance(error, StackError):
+            raise
+        print(f"the start failed and is tried again: {error}", file=sys.stderr)
+        return None
+
+
+def _start_all(start_worker: StartWorker, num_workers: int, arguments: Sequence[str]) -> Fleet:
     tokens = {"HEADSTART_ADMIN_TOKEN": secrets.token_hex(16), "HEADSTART_WORKER_TOKEN": secrets.token_hex(16)}
-    ports = [free_port() for _ in range(num_workers)]
+    port, *ports = steady_ports(1 + num_workers)
     workers = [start_worker(port, tokens) for port in ports]
-    port = free_port()
     gateway = start(["gateway", f"--port={port}", "--log-level=warning", "--health-interval-s=0.5", *arguments,
                      *(f"--worker=http://127.0.0.1:{worker}" for worker in ports)],
                     url=f"http://127.0.0.1:{port}", env=tokens, hears_ctrl_c=False)
-    fleet = Fleet(gateway, workers, lambda port: start_worker(port, tokens), tokens["HEADSTART_ADMIN_TOKEN"])
-    try:
-        await asyncio.to_thread(gateway.wait_ready)
-        await fleet.until_exact()
-        yield fleet
-    finally:
-        for child in [gateway, *fleet.workers]:
-            await asyncio.to_thread(child.stop)
+    return Fleet(gateway, workers, lambda port: start_worker(port, tokens), tokens["HEADSTART_ADMIN_TOKEN"])

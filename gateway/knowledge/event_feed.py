@@ -19,9 +19,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from zmq.asyncio import Context, Socket
-from zmq.constants import Event, Flag, SocketOption, SocketType
-from zmq.error import Again
-from zmq.sugar.socket import Socket as SyncSocket
+from zmq.constants import Event, Flag, PollEvent, SocketOption, SocketType
 from zmq.utils.monitor import parse_monitor_message
 
 from gateway.knowledge.endpoint_table import FeedStatus
@@ -151,11 +149,10 @@ class EventFeed:
     async def _consume(self, live: Socket, dealer: Socket) -> None:
         # What was published between the snapshot and the moment our subscription took effect is in the replay.
         await self._replay(dealer)
-        at_once = SyncSocket.shadow(live)
         while True:
             try:
                 async with asyncio.timeout(self._quiet_check_s):
-                    messages = await _receive_some(live, at_once)
+                    messages = await _receive_some(live)
             except TimeoutError:
                 await self._check_quiet(dealer)
                 continue
@@ -302,13 +299,11 @@ async def _first_of(*watchers: Coroutine[None, None, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _receive_some(live: Socket, at_once: SyncSocket) -> list[list[bytes]]:
-    """At least one message, and up to BATCHES_PER_TURN of those that are there already. `at_once` is the same socket
-    without the event loop: a future that fails with Again costs more than a message."""
+async def _receive_some(live: Socket) -> list[list[bytes]]:
+    """At least one message, and up to BATCHES_PER_TURN of those that are there already."""
     messages = [await live.recv_multipart()]
-    with contextlib.suppress(Again):
-        while len(messages) < BATCHES_PER_TURN:
-            messages.append(at_once.recv_multipart(Flag.DONTWAIT))
+    while len(messages) < BATCHES_PER_TURN and live.get(SocketOption.EVENTS) & PollEvent.POLLIN:
+        messages.append(await live.recv_multipart(Flag.DONTWAIT))
     return messages
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.knowledge import parity
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
@@ -61,8 +62,9 @@ class Joined:
 class Joining:
     """References by model; at most as many as there are workers."""
 
-    def __init__(self, table: EndpointTable) -> None:
+    def __init__(self, table: EndpointTable, text_memory_bytes: int) -> None:
         self._table = table
+        self._make_renderer = partial(PromptRenderer, memory_bytes=text_memory_bytes)
         self._references: dict[str, ModelReference] = {}
         self._adherents: dict[str, str] = {}  # worker -> model whose reference it agreed with, since it last was away
         self._judged_by: dict[str, ModelReference] = {}
@@ -118,7 +120,7 @@ class Joining:
     async def _settle_reference(self, endpoint_id: str, model: str, bundle: TokenizerBundle) -> ModelReference:
         current = self._references.get(model)
         if current is None or not (current.agrees_with(bundle) or self._is_held_by_others(model, endpoint_id)):
-            renderer = await asyncio.to_thread(PromptRenderer, bundle)
+            renderer = await asyncio.to_thread(self._make_renderer, bundle)
             bound = await asyncio.to_thread(token_bound, bundle.tokenizer_json)
             if self._references.get(model) is current:  # nobody else became it while the tokenizer was loading
                 self._references[model] = ModelReference(model, endpoint_id, renderer, bound)

@@ -239,7 +239,7 @@ class Exchange:
         self._failure = failure
         if self._deadline is not None:
             self._deadline.close()
-            self._deadline = None  # it knows this exchange
+            self._deadline = None  # it holds this exchange
         connection, self._connection = self._connection, None
         if connection is None:
             return

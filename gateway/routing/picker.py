@@ -18,6 +18,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway.routing.cost import (
+    BusyStepOf,
     CandidateCost,
     Rates,
     StreamsOf,
@@ -26,6 +27,7 @@ from gateway.routing.cost import (
     candidate_cost,
     least_costs,
     nobody,
+    unseen,
 )
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
@@ -48,7 +50,7 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths` and `chain` are for cost.Work.
+    `streams_of`, `lengths`, `chain` and `busy_step_of` are for cost.Work.
     """
 
     endpoints: Sequence[EndpointView]
@@ -68,11 +70,12 @@ class PickInput(Struct, frozen=True, gc=False):
     streams_of: StreamsOf = nobody
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
+    busy_step_of: BusyStepOf = unseen
 
     def work(self) -> Work:
         """What the request needs."""
         return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
-                    self.streams_of, self.lengths, self.chain)
+                    self.streams_of, self.lengths, self.chain, self.busy_step_of)
 
 
 @dataclass(slots=True)

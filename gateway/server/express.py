@@ -25,8 +25,9 @@ from gateway.relay.retry import LOST_LOOK_S, AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
-from gateway.server.dispatch import Choosing, Dispatcher, Placement
+from gateway.server.dispatch import Choosing, Dispatcher
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, new_request_id
+from gateway.server.placement import Placement
 from gateway.server.reading import Given, Intake, Plan, Reading
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -230,9 +231,10 @@ class Passenger:
         """It is on its way."""
         upstream, placement = self._express.upstream, self.placement
         assert placement is not None, "a first choice is a worker or a refusal"
-        exchange = upstream.send_at_once(placement.upstream_request)
+        request = placement.upstream_request
+        exchange = upstream.send_at_once(request)
         # Without a kept connection it gets a new one, though others may be free by then: so the next has one to take.
-        placement.asked(lambda: upstream.follow(exchange, placement.upstream_request))
+        placement.asked(lambda: upstream.follow(exchange, request))
         if exchange is None:
             return False
         self.exchange, exchange.on_news = exchange, self._news

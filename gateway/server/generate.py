@@ -182,6 +182,7 @@ class Generate:
         finally:
             self._tasks.discard(task)
             self._ended(record)
+            del task  # what is raised holds this frame, and the task what was raised
 
     def _ended(self, record: RequestRecord) -> None:
         duration_s = time.monotonic() - record.began_at

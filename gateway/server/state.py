@@ -44,5 +44,5 @@ def new_state(config: GatewayConfig, table: EndpointTable, access: Access,
                                              max(config.breaker_open_s, config.breaker_open_max_s)))
     metrics.watch_queue(lambda: admission.num_waiting)
     metrics.watch_breakers(breakers.states)
-    return GatewayState(config, table, index, ledger, writer, Joining(table), metrics,
+    return GatewayState(config, table, index, ledger, writer, Joining(table, config.text_memory_bytes), metrics,
                         access, admission, breakers)

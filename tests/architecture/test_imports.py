@@ -53,7 +53,7 @@ IMPURE = ("asyncio", "torch", "redis", "time", "random", "zmq", "aiohttp", "thre
 NO_TORCH = ("worker.server", "worker.prompt", "worker.protocol", "worker.core", "worker.engine.messages",
             "worker.engine.engine_config", "worker.engine.engine_client", "worker.engine.kv_budget",
             "worker.config", "worker.cli", "gateway")
-HEAVY = ("torch", "transformers", "safetensors", "gguf", "llguidance", "worker.model")
+HEAVY = ("torch", "transformers", "safetensors", "gguf", "llguidance", "numba", "worker.model")
 
 
 def _room(module: str) -> str:

@@ -88,7 +88,7 @@ def test_a_scope_never_sees_another() -> None:
 def test_the_charge_covers_what_python_allocates() -> None:
     rng = random.Random(3)
     texts = ["".join(rng.choice("abcdefg  ") for _ in range(8_000)) for _ in range(15)]
-    encoder = PrefixEncoder(AFTER_A_SPACE, lambda parts: [by_word(part) for part in parts])
+    encoder = PrefixEncoder(AFTER_A_SPACE, lambda parts: [by_word(part) for part in parts], 32 << 20)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for text in texts:

@@ -66,17 +66,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @cache
 def tiny_model_folder(family: str) -> Path:
     """A Hugging Face folder with a seeded model of `family` and the tiny tokenizer, made once per process."""
-    config_class, changes = FAMILIES[family]
+    return write_tiny_model(family, *FAMILIES[family])
+
+
+def write_tiny_model(name: str, config_class: str, changes: dict[str, Any]) -> Path:
+    """A folder like those of FAMILIES; goes when the process ends."""
     config = getattr(transformers, config_class)(**{**_SHAPE, **changes})
-    folder = Path(tempfile.mkdtemp(prefix=f"tiny-{family}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"tiny-{name}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():    # norms and biases start at one and zero, which would hide a mistake in them
-        for name, weight in model.named_parameters():
+        for path, weight in model.named_parameters():
             if weight.dim() == 1:
-                weight.add_(0.1 * torch.sin(torch.arange(weight.numel()) * 1.7 + len(name)))
+                weight.add_(0.1 * torch.sin(torch.arange(weight.numel()) * 1.7 + len(path)))
     model.save_pretrained(folder)
     write_tiny_tokenizer(folder)
     return folder

@@ -125,8 +125,12 @@ def test_the_queue_is_ordered_by_priority_then_arrival_and_takes_back_in_place()
         queue.push(make_sequence(9, [1]))
 
 
-def test_a_tenant_with_a_long_line_stands_behind_itself() -> None:
-    queue = WaitingQueue(600)
+@pytest.mark.parametrize(("catch_up_tokens", "places"), [
+    (0, [0, 3, 7]),      # 25 tokens each, against 10
+    (30, [0, 1, 4]),     # two begin before it is level
+    (100_000, [0, 1, 2])])
+def test_a_tenant_with_a_long_line_stands_behind_itself(catch_up_tokens: int, places: list[int]) -> None:
+    queue = WaitingQueue(600, catch_up_tokens=catch_up_tokens)
     flood = [make_sequence(seq_id, [1] * 10, tenant="flood") for seq_id in range(400)]
     for sequence in flood:
         queue.push(sequence)
@@ -136,7 +140,7 @@ def test_a_tenant_with_a_long_line_stands_behind_itself() -> None:
     for sequence in quiet:
         queue.push(sequence)
     order = [sequence.seq_id for sequence in queue]
-    assert [order.index(sequence.seq_id) for sequence in quiet] == [0, 3, 7], "25 tokens each, against 10"
+    assert [order.index(sequence.seq_id) for sequence in quiet] == places
     assert [seq_id for seq_id in order if seq_id < 1000] == list(range(100, 400))
 
 
@@ -151,6 +155,22 @@ def test_the_line_of_one_tenant_and_a_line_that_was_empty_are_first_come_first_s
         queue.push(make_sequence(seq_id, [1, 2], tenant=tenant))
     queue.requeue(preempted)
     assert [sequence.seq_id for sequence in queue] == [0, 10, 11, 12], "nobody is behind for what was served before"
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(0, 300))
+def test_a_tenant_that_was_away_catches_up_and_then_takes_turns(sizes: list[int], catch_up_tokens: int) -> None:
+    queue = WaitingQueue(1000, catch_up_tokens=catch_up_tokens)
+    for seq_id in range(200):
+        queue.push(make_sequence(seq_id, [1] * 10, tenant="flood"))
+    for _ in range(100):
+        queue.admit(next(iter(queue)))
+    for number, size in enumerate(sizes):
+        queue.push(make_sequence(1000 + number, [1] * size, tenant="quiet"))
+    order, ahead = list(queue), 0
+    for sequence in order[:1 + max(order.index(one) for one in order if one.tenant == "quiet")]:
+        # Both are level when "quiet" is ahead by what it could catch up; the flood's last turn is the present.
+        assert (sequence.tenant == "quiet") == (ahead < catch_up_tokens + 10), ahead
+        ahead += sequence.num_tokens if sequence.tenant == "quiet" else -sequence.num_tokens
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))

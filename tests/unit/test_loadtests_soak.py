@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+from collections.abc import Callable
 
 import pytest
 
-from loadtests.soak import memory_verdict
+from loadtests.local_stack import Child, start
+from loadtests.soak import memory_verdict, verdict
 from loadtests.soak_client import Plan, Tally, drive
-from loadtests.soak_fleet import Held
+from loadtests.soak_fleet import PORTS, Held, running_fleet, steady_ports
 from loadtests.soak_plans import MIX, http, kinds, stub_plans, tiny_bodies, tiny_plans
 from loadtests.soak_worker import answer_words
 
@@ -101,9 +104,43 @@ def test_the_plans_are_the_mix_and_each_knows_its_answer() -> None:
 
 
 def test_growing_memory_is_not_flat() -> None:
-    def held(mib: float, at_s: int) -> Held:
-        return Held(at_s, int(mib * 2**20), 5, 5)
+    def is_flat(mib_at: Callable[[int], float]) -> bool:
+        return memory_verdict([Held(at, int(mib_at(at) * 2**20), 5, 5, requests=400 * at) for at in range(100)])[0]
 
-    assert memory_verdict([held(200, at) for at in range(20)])[0]
-    assert not memory_verdict([held(200 + 3 * at, at) for at in range(20)])[0]
-    assert memory_verdict([held(100 + 100 * (at > 3), at) for at in range(20)])[0], "warming up is no growth"
+    assert is_flat(lambda at: 200 + at % 4)
+    assert is_flat(lambda at: 100 + 100 * (at >= 10)), "caches fill in the first tenth"
+    assert not is_flat(lambda at: 100 + 100 * (at >= 40))
+    assert not is_flat(lambda at: 100 + 0.08 * at), "6 of 101 MiB in the judged part of a run"
+
+
+def test_a_run_too_short_to_judge_says_so() -> None:
+    is_flat, figures = memory_verdict([Held(at, at << 30, 5, 5, requests=at) for at in range(8)])
+    assert is_flat
+    assert not figures
+    part = {"part": "A", "ok": False, "requests": 7, "asked_for": 9, "seconds": 1.0, "worker_kills": 1,
+            "memory": figures, "checks": {"memory is flat": True, "no task is left": False}}
+    assert "FAILED: 7 of 9" in verdict(part)
+    assert "too short to judge" in verdict(part)
+    assert "FAILED no task is left" in verdict(part)
+
+
+def test_ports_are_free_apart_and_not_those_of_outgoing_connections() -> None:
+    ports = steady_ports(20)
+    assert len(set(ports)) == 20
+    assert set(ports) <= set(PORTS)
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert ports[0] not in {port for _ in range(20) for port in steady_ports(5)}
+
+
+async def test_a_fleet_whose_port_was_taken_starts_on_others(capsys: pytest.CaptureFixture[str]) -> None:
+    taken: list[socket.socket] = []
+
+    def start_worker(port: int, tokens: dict[str, str]) -> Child:
+        if not taken:
+            taken.append(socket.create_server(("127.0.0.1", port)))
+        return start(["loadtests.soak_worker", f"--port={port}"], url=f"http://127.0.0.1:{port}", env=tokens)
+
+    async with running_fleet(start_worker, num_workers=1) as fleet:
+        assert fleet.load() == {"inflight": 0, "queued": 0}
+    taken[0].close()
+    assert "is tried again" in capsys.readouterr().err

@@ -2,9 +2,10 @@
 
 Owns that order and its bound: the smaller priority number first, then by turns of tenants, and of one tenant first
 come first served. A tenant's next turn comes by the tokens it has asked for since anybody waited, so one with a long
-line stands behind itself, not before others (start-time fair queueing). A preempted sequence returns to the place
-that its turn gives it; it was admitted once, so the bound does not count against it. Priority is strict: a steady
-stream of urgent sequences keeps the others waiting.
+line stands behind itself, not before others (start-time fair queueing). Who asked for less than others while somebody
+waited may catch up, by CATCH_UP_TOKENS at most: what it asks for at once is not made to share. A preempted sequence
+returns to the place that its turn gives it; it was admitted once, so the bound does not count against it. Priority is
+strict: a steady stream of urgent sequences keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from collections.abc import Iterator
 from worker.core.sequence import Sequence
 
 TENANTS_LOOK_AT = 256  # beyond so many it is looked whose turn is no later than anybody's
+CATCH_UP_TOKENS = 8192  # some ten prompts; whoever is level waits for them
 _Rank = tuple[int, int, int]
 
 
 class WaitingQueue:
     """At most `max_waiting` new sequences, and as many preempted ones as were running."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, *, catch_up_tokens: int = CATCH_UP_TOKENS) -> None:
         self._max_waiting = max_waiting
+        self._catch_up_tokens = catch_up_tokens
         self._entries: list[tuple[_Rank, Sequence]] = []
         self._ranks: dict[int, _Rank] = {}
         self._num_arrived = 0
         self._next_turns: dict[str | None, int] = {}
         self._present = self._latest = 0  # the turn of who was admitted last, and of who is last in line
+        self._began = 0  # the present when somebody began to wait
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,13 +76,18 @@ class WaitingQueue:
     def _turn_of(self, sequence: Sequence) -> int:
         if not self._entries:  # nobody waits, so nobody is behind anybody
             self._next_turns.clear()
-            self._present = self._latest
+            self._began = self._present = self._latest
         elif len(self._next_turns) > TENANTS_LOOK_AT:
-            self._next_turns = {tenant: at for tenant, at in self._next_turns.items() if at > self._present}
-        turn = max(self._present, self._next_turns.get(sequence.tenant, 0))
+            self._next_turns = {tenant: at for tenant, at in self._next_turns.items() if at > self._earliest}
+        turn = max(self._earliest, self._next_turns.get(sequence.tenant, 0))
         self._next_turns[sequence.tenant] = turn + sequence.num_tokens
         self._latest = max(self._latest, turn)
         return turn
+
+    @property
+    def _earliest(self) -> int:
+        """The turn of a tenant that was away: it cannot have missed more than there was since somebody waits."""
+        return max(self._began, self._present - self._catch_up_tokens)
 
 
 def _rank(entry: tuple[_Rank, Sequence]) -> _Rank:

@@ -71,7 +71,7 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         folder = resolve_model(config.model, cache_dir=config.cache_dir, chat_template=config.chat_template)
         adapters = _read_adapters(config, folder)
         model = load_model(folder, kv_dtype=config.kv_dtype, device=config.device, exactness=config.exactness,
-                           block_size=config.block_size, adapters=adapters)
+                           block_size=config.block_size, adapters=adapters, cache_dir=config.cache_dir)
         bundle = _read_tokenizer(config, folder)
         block_bytes = model.spec.kv_bytes_per_token * config.block_size
         num_blocks = num_kv_blocks(config.kv_memory, block_bytes=block_bytes,

@@ -7,7 +7,9 @@ Never changes a value of the weights. Results equal torch's to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.nn import functional
@@ -15,6 +17,8 @@ from torch.nn import functional
 # transformers' name of an activation: oneDNN's, and its algorithm.
 ACTIVATIONS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh")}
 _PACKED_FOR_ROWS = 16
+# How oneDNN packs bf16 on AVX-512, as far as we read it ourselves (panels_address).
+PANEL_OUTPUTS, PANEL_INPUTS = 64, 32
 # oneDNN reads weights a fifth faster for four rows than for one: worth it where there is much to read.
 _STREAMED_ROWS, _STREAMED_BYTES = 4, 32 * 2**20
 
@@ -47,8 +51,12 @@ class PackedLinear(Linear):
     """The same by oneDNN, weights packed, what follows done while the product is still in registers."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+        with _one_thread():     # with many, oneDNN cuts small matrices into narrower panels
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
         super().__init__(packed, bias)
+        self.bias = bias
+        self.shape = tuple(weight.shape)
+        self.panels = panels_address(packed, weight)
         self._is_large = weight.nbytes >= _STREAMED_BYTES
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +81,38 @@ class PackedLinear(Linear):
     def _binary(self, x: torch.Tensor, other: torch.Tensor, kind: str) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, kind)
         return product
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def panels_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Where the packed weight begins, if it lies as panels: 64 outputs side by side, two inputs of each at a time.
+
+    That is oneDNN's to decide, and the same for all of a matrix, so its ends are looked at. None: it lies otherwise.
+    """
+    num_out, num_in = weight.shape
+    mkldnn = torch.ops.mkldnn
+    if not hasattr(mkldnn, "data_ptr") or not hasattr(mkldnn, "_nbytes") or num_in % PANEL_INPUTS:
+        return None
+    num_panels = -(-num_out // PANEL_OUTPUTS)
+    address, panel_bytes = int(mkldnn.data_ptr(packed)), PANEL_OUTPUTS * num_in * 2
+    if int(mkldnn._nbytes(packed)) != num_panels * panel_bytes:
+        return None
+    for panel in {0, num_panels - 1}:
+        rows = weight[panel * PANEL_OUTPUTS:(panel + 1) * PANEL_OUTPUTS]
+        rows = functional.pad(rows, (0, 0, 0, PANEL_OUTPUTS - len(rows)))
+        expected = rows.view(PANEL_OUTPUTS, num_in // 2, 2).transpose(0, 1).contiguous().view(torch.uint8).numpy()
+        if ctypes.string_at(address + panel * panel_bytes, panel_bytes) != expected.tobytes():
+            return None
+    return address
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -17,6 +17,7 @@ import torch
 from worker.model.attention import ATTENTION_NAME, register_attention
 from worker.model.compact_builder import NotCompact, build_compact
 from worker.model.compact_decoder import CompactDecoder
+from worker.model.compiled_loading import compile_decoder
 from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
 from worker.model.latent_attention import keep_latents
@@ -68,8 +69,12 @@ def resolve_model(model: str, *, cache_dir: Path | None = None, chat_template: P
 
 
 def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "auto", device: str = "auto",
-               exactness: str = "fast", block_size: int = 16, adapters: Sequence[LoraAdapter] = ()) -> PagedModel:
-    """Load the weights and wire our paged attention and the adapters in. Raises ModelError, one line."""
+               exactness: str = "fast", block_size: int = 16, adapters: Sequence[LoraAdapter] = (),
+               cache_dir: Path | None = None) -> PagedModel:
+    """Load the weights and wire our paged attention and the adapters in. Raises ModelError, one line.
+
+    Compiled code is kept in `cache_dir`.
+    """
     if exactness not in ("fast", "strict"):
         raise ModelError(f"--exactness {exactness!r} is unknown; choose fast or strict")
     if exactness == "strict" and KEY_TILE % block_size:
@@ -95,6 +100,7 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
     compact = None
     if exactness == "fast":
         model, compact = _compact(folder, model)
+    few_rows = None if compact is None else compile_decoder(compact, spec, cache_dir or default_cache_dir())
     lora = None
     if adapters:
         lora = LoraLayers(adapters, dtype=torch_dtype, device=torch_device, computes_all_rows=exactness == "strict")
@@ -102,7 +108,8 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
             adapt_modules(model, lora)
         else:
             compact = adapt_compact(compact, lora, prefix=layers_path)
-    return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact, adapters=lora)
+    return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact, adapters=lora,
+                      few_rows=few_rows)
 
 
 def _layers_path(model: Any) -> str:

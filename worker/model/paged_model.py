@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,15 +26,28 @@ from worker.model.model_spec import ModelSpec
 from worker.model.strict_attention import ROW_MULTIPLE, StrictAttention
 
 
+class FewRowsDecoder(Protocol):
+    """What computes steps of few rows in place of the compact decoder."""
+
+    def takes(self, batch: ForwardBatch, storage: KVStorage) -> bool: ...
+
+    def logits(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        """float32 [sequences, vocab], after every layer's K/V were written."""
+        ...
+
+
 class PagedModel:
     """Runs one ForwardBatch at a time over a KVStorage made by `make_storage`."""
 
     def __init__(self, model: Any, spec: ModelSpec, *, exactness: str, block_size: int,
-                 compact: CompactDecoder | None = None, adapters: LoraLayers | None = None) -> None:
-        """`compact` computes in place of `model`, which then has no weights of its own. `adapters` are wired in."""
+                 compact: CompactDecoder | None = None, adapters: LoraLayers | None = None,
+                 few_rows: FewRowsDecoder | None = None) -> None:
+        """`compact` computes in place of `model`, which then has no weights of its own, and `few_rows` in place of
+        that what it takes. `adapters` are wired in."""
         assert compact is None or exactness == "fast", "strict mode runs transformers' own modules"
         self.spec = spec
         self._compact = compact
+        self._few_rows = few_rows
         self._adapters = adapters
         self.exactness = exactness
         self.block_size = block_size
@@ -57,6 +70,8 @@ class PagedModel:
         """
         if not batch.sequences:
             return torch.empty(0, self.spec.vocab_size, device=self._device)
+        if self._few_rows is not None and self._few_rows.takes(batch, storage):
+            return self._few_rows.logits(batch, storage)
         strict = self.exactness == "strict"
         layout = BatchLayout.build(batch, block_size=self.block_size, device=self._device,
                                    row_multiple=ROW_MULTIPLE if strict else 1)

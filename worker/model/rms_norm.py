@@ -17,14 +17,14 @@ class RmsNorm:
     """Of rows in `dtype`. `weight` [dim], in that or in float32: what the normed row is multiplied by."""
 
     def __init__(self, weight: torch.Tensor, eps: float | None, dtype: torch.dtype) -> None:
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
         self._dim = len(weight)
         self._doubled = None if eps is None or weight.is_cuda else torch.stack((weight, weight)).float()
         self._signs = torch.tensor([[1.0], [-1.0]], dtype=dtype, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._doubled is None or x.numel() > FEW_ELEMENTS or self._eps is None:
-            return torch.rms_norm(x, (self._dim,), self._weight, self._eps)
-        both = torch.layer_norm(x.unsqueeze(-2) * self._signs, (2, self._dim), self._doubled, None, self._eps)
+        if self._doubled is None or x.numel() > FEW_ELEMENTS or self.eps is None:
+            return torch.rms_norm(x, (self._dim,), self.weight, self.eps)
+        both = torch.layer_norm(x.unsqueeze(-2) * self._signs, (2, self._dim), self._doubled, None, self.eps)
         return both.select(-2, 0)

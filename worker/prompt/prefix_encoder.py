@@ -15,7 +15,6 @@ from worker.prompt.cut_rules import CutRule
 from worker.prompt.piece_trie import PieceNode, PieceTrie
 
 PIECE_CHARS = 1024
-TRIE_BYTES_MAX = 32 << 20   # per model: about 10 million characters of text with their ids
 
 Encode = Callable[[Sequence[str]], "list[array[int]]"]     # quoted: Python 3.11 cannot subscript array
 
@@ -39,7 +38,7 @@ class PrefixEncoder:
     while it is looked into or added to; tokenising happens outside, so two threads may tokenise the same new text.
     """
 
-    def __init__(self, rule: CutRule, encode: Encode, max_bytes: int = TRIE_BYTES_MAX,
+    def __init__(self, rule: CutRule, encode: Encode, max_bytes: int,
                  piece_chars: int = PIECE_CHARS) -> None:
         self.trie = PieceTrie(max_bytes, piece_chars)
         self._rule = rule

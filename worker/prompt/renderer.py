@@ -19,7 +19,7 @@ from worker.prompt.requests import (
     TokenizeRequest,
 )
 from worker.prompt.segment_encoder import Replies
-from worker.prompt.tokenizer import PromptTokenizer, TokenizerBundle
+from worker.prompt.tokenizer import TEXT_MEMORY_BYTES, PromptTokenizer, TokenizerBundle
 from worker.prompt.tool_style import style_of_template
 from worker.protocol.api_error import ApiError, invalid_request
 
@@ -29,9 +29,9 @@ TOOL_TEMPLATE = "tool_use"
 class PromptRenderer:
     """Renders and tokenises for one model. Safe to use from several threads, where long prompts belong."""
 
-    def __init__(self, bundle: TokenizerBundle) -> None:
+    def __init__(self, bundle: TokenizerBundle, *, memory_bytes: int = TEXT_MEMORY_BYTES) -> None:
         self.bundle = bundle
-        self.tokenizer = PromptTokenizer(bundle)
+        self.tokenizer = PromptTokenizer(bundle, memory_bytes=memory_bytes)
         self._templates = {name: ChatTemplate(source, bundle.special_tokens)
                            for name, source in bundle.chat_templates.items()}
         self.tool_style = style_of_template(

@@ -18,7 +18,6 @@ from worker.prompt.prefix_encoder import PrefixEncoder
 from worker.prompt.reply_stretches import StretchKey
 from worker.prompt.segment_memory import SegmentMemory
 
-SEGMENT_BYTES_MAX = 32 << 20    # per model
 LONG_CHARS = 2048    # below, to look for a known beginning costs more than it saves
 
 Parts = Sequence["str | array[int]"]
@@ -42,7 +41,7 @@ class SegmentEncoder:
     """
 
     def __init__(self, boundaries: Mapping[str, int], encode: Encode, *, prefixes: PrefixEncoder | None = None,
-                 max_bytes: int = SEGMENT_BYTES_MAX) -> None:
+                 max_bytes: int) -> None:
         self.memory = SegmentMemory(max_bytes)
         self._split = re.compile(f"({_alternation(boundaries)})").split
         self.contents = {token_id: content for content, token_id in boundaries.items()}

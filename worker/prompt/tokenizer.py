@@ -25,6 +25,7 @@ from worker.prompt.segment_encoder import Replies, SegmentEncoder
 from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
 WIRE_VERSION = 1
+TEXT_MEMORY_BYTES = 64 << 20  # in all: some 20 million characters of text with their ids
 _AROUND_PROBES = ("", "a", "the 7th\nb")
 _BOUNDARIES_CHECKED = 16
 
@@ -132,8 +133,9 @@ class PromptTokenizer:
     when tokenizer.json cannot be loaded.
     """
 
-    def __init__(self, bundle: TokenizerBundle) -> None:
+    def __init__(self, bundle: TokenizerBundle, *, memory_bytes: int = TEXT_MEMORY_BYTES) -> None:
         self.bundle = bundle
+        self._memory_bytes = memory_bytes // 2  # of long texts' pieces, and as much of stretches
         try:
             self._tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
         except Exception as error:  # tokenizers raises bare Exception
@@ -236,7 +238,7 @@ class PromptTokenizer:
         rule = cut_rule(rules) if rules is not None else None
         if rule is None or not cuts_hold(rule, self._encode_parts):
             return None
-        return PrefixEncoder(rule, self._encode_parts)
+        return PrefixEncoder(rule, self._encode_parts, self._memory_bytes)
 
     def _make_segment_encoder(self, rules: TokenizerRules | None) -> SegmentEncoder | None:
         boundaries = {} if rules is None else self._boundaries(boundary_tokens(rules))
@@ -244,7 +246,7 @@ class PromptTokenizer:
             return None
         encoder = SegmentEncoder(boundaries, partial(self._encode_parts,
                                                      has_added=len(boundaries) < len(rules.added_tokens)),
-                                 prefixes=self._prefix_encoder)
+                                 prefixes=self._prefix_encoder, max_bytes=self._memory_bytes)
         # A check on the reasoning: boundaries at both ends of hard texts and in their middle.
         some = sorted(boundaries)[:_BOUNDARIES_CHECKED]
         texts = [f"{token}{text}{token}{text[len(text) // 2:]}" for token in some for text in HARD_TEXTS]
@@ -271,7 +273,7 @@ class PromptTokenizer:
 
     @property
     def remembered_bytes(self) -> int:
-        """What the memories of earlier texts hold: at most prefix_encoder.TRIE_BYTES_MAX and SEGMENT_BYTES_MAX."""
+        """What the memories of earlier texts hold: `memory_bytes` at most."""
         return ((0 if self._prefix_encoder is None else self._prefix_encoder.trie.num_bytes)
                 + (0 if self._segments is None else self._segments.memory.num_bytes))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from worker.prompt.json_body import MAX_JSON_DEPTH, opens_at_most
+from worker.prompt.json_body import MAX_JSON_DEPTH, MAX_JSON_KEYS, opens_at_most
 from worker.prompt.messages import check_messages
 from worker.prompt.requests import ChatRequest, parse_chat
 
@@ -25,6 +25,8 @@ _said: dict[tuple[tuple[str, ...], bytes], ChatRequest] = {}
 
 def parse_usual_chat(body: bytes) -> ChatRequest:
     """parse_chat(), in half the time for such a body."""
+    if body.count(b":") > MAX_JSON_KEYS:
+        return parse_chat(body)
     try:
         kept = _raw_decoder.decode(body)
         messages = kept.pop("messages")

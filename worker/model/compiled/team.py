@@ -1,0 +1,45 @@
+"""The threads that compute a compiled decode step together: the caller's, and some that sleep between steps.
+
+Owns the sleepers. They are woken once a step and look for each other at its barriers; on cores that others use too
+(OMP_WAIT_POLICY=PASSIVE) they sleep there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+LOOKS_MAX = 20_000      # about a millisecond
+Part = Callable[[int], None]
+
+
+class ThreadTeam:
+    """`run` calls a function with 0, 1, ... size - 1 at once, 0 on the caller's thread. One caller at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.looks = 0 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else LOOKS_MAX
+        self.signals = np.zeros(64, dtype=np.int32)
+        self._part: Part = lambda thread: None
+        self._wakers = [threading.Semaphore(0) for _ in range(size - 1)]
+        self._started = False
+
+    def run(self, part: Part) -> None:
+        """`part` must itself wait until every thread is through with what matters."""
+        if self.size > 1 and not self._started:
+            self._started = True
+            for thread in range(1, self.size):
+                threading.Thread(target=self._serve, args=(thread,), name=f"decode-{thread}", daemon=True).start()
+        self._part = part
+        for waker in self._wakers:
+            waker.release()
+        part(0)
+
+    def _serve(self, thread: int) -> None:
+        waker = self._wakers[thread - 1]
+        while True:
+            waker.acquire()
+            self._part(thread)

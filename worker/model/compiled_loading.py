@@ -1,0 +1,83 @@
+"""Whether steps of few rows run in compiled code, which is wanted where there is much to read and numba is installed.
+
+Owns the decision, the folder where compiled code is kept, and a last look at the result. Without numba, on another
+machine or for a model of another kind the answer is None, with a line in the log: torch computes the same, slower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.model.batch_layout import BatchLayout
+from worker.model.compact_decoder import CompactDecoder
+from worker.model.fast_attention import FastAttention
+from worker.model.forward_batch import ForwardBatch, SequenceRows
+from worker.model.kv_storage import KVStorage
+from worker.model.linear import multiplies_bf16
+from worker.model.model_spec import LayerGeometry, ModelSpec
+
+if TYPE_CHECKING:
+    from worker.model.compiled.decoder import CompiledDecoder
+
+# What is read faster than numba is imported.
+SMALLEST_WEIGHTS_BYTES = 32 * 2**20
+BLOCK_SIZE = 16
+# Rounding over a whole model is up to a tenth of the logits' spread; a part that is wrong is far beyond.
+TOLERANCE = 0.3
+logger = logging.getLogger("headstart.model")
+
+
+def compile_decoder(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> CompiledDecoder | None:
+    """A compiled decoder that reads `compact`'s weights; its code is kept under `cache` for the next start."""
+    if spec.weights_bytes < SMALLEST_WEIGHTS_BYTES or spec.dtype != "bfloat16" or sys.platform != "linux" \
+            or not multiplies_bf16(torch.device(spec.device)):
+        return None
+    try:
+        import numba
+    except ImportError:
+        logger.info("decoding runs through torch: numba is not installed")
+        return None
+    numba.config.CACHE_DIR = str(cache / f"compiled-{_source_digest()}")
+    from worker.model.compiled.decoder import CompiledDecoder, NotCompiled
+
+    try:
+        decoder = CompiledDecoder(compact, num_threads=torch.get_num_threads())
+        off = _distance(decoder, compact, spec.layers)
+    except NotCompiled as reason:
+        logger.info("decoding runs through torch: %s", reason)
+    except Exception as error:      # of numba's many: this machine's compiler is not a reason not to serve
+        logger.warning("decoding runs through torch: its code could not be compiled: %r", error)
+    else:
+        if off <= TOLERANCE:
+            return decoder
+        logger.warning("decoding runs through torch: compiled code is off by %.2f of the logits' spread", off)
+    return None
+
+
+def _source_digest() -> str:
+    """Of all that is compiled: numba looks for changes in the outermost function's file alone."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(__file__).parent / "compiled").glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@torch.inference_mode()
+def _distance(decoder: CompiledDecoder, compact: CompactDecoder, layers: Sequence[LayerGeometry]) -> float:
+    """How far logits are from the compact decoder's, as a share of their spread, at the end of a short prompt."""
+    storage = KVStorage.allocate(layers, num_blocks=2, block_size=BLOCK_SIZE, dtype=torch.bfloat16,
+                                 device=torch.device("cpu"), head_major=True)
+    batch = ForwardBatch(())
+    for start in range(BLOCK_SIZE + 2):
+        batch = ForwardBatch((SequenceRows((start % decoder.vocab_size,), start, (1, 0), start, True),))
+        found = decoder.logits(batch, storage)
+    layout = BatchLayout.build(batch, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    expected = compact.logits(layout, FastAttention(layout, storage))
+    return float((found - expected).square().mean().sqrt() / expected.float().std())
