@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # find_spec does not import: the worker's HTTP process stays free of torch.
     if command.needs and importlib.util.find_spec(command.needs) is None and not {"-h", "--help"} & set(arguments):
         return _mistake(f"`headstart {first}` needs the worker's packages; install them with: "
-                        "pip install 'headstart[worker]'")
+                        "pip install '.[worker]' in a clone of the project")
     module, _, function = command.target.partition(":")
     status = getattr(importlib.import_module(module), function)(arguments[1:])
     assert isinstance(status, int)

@@ -74,6 +74,7 @@ class GatewayConfig:
         (), table="server", check=worker_networks_problem,
         help="networks and hosts where POST /admin/workers may add one; those of --worker anyhow")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
+    copies_ahead: bool = setting(True, help="have hot prefixes computed on idle workers before they are needed there")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
     max_connections: int = setting(16_384, bounds=(1, None), table="server", help="open connections of clients")
     head_timeout_s: float = setting(10.0, bounds=(0.01, None), table="server",
@@ -125,7 +126,7 @@ class GatewayConfig:
     expose_routing: bool = setting(True, table="privacy", help="x-headstart-worker and -matched-tokens in responses")
     # Empty: a random one in a 0600 file.
     admin_token: str = setting("", env="HEADSTART_ADMIN_TOKEN")
-    admin_token_file: Path | None = setting(None, help="where a random admin token is written")
+    admin_token_file: Path | None = setting(None, help="has the admin token, or gets a random one")
     keys_file: Path | None = setting(None, help="a TOML file of tenants and their keys' hashes; none: all may ask")
     # tenant=key, with commas; a key or its hash. Both may be given.
     api_keys: tuple[str, ...] = setting((), env="HEADSTART_API_KEYS", check=api_keys_problem)

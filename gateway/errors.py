@@ -71,8 +71,7 @@ def model_forbidden(model: str) -> ApiError:
 
 
 def priority_forbidden(least: int) -> ApiError:
-    return ApiError(403, "forbidden", f"This API key may not ask for a priority below {least}; a request that names "
-                    "none has 0.", param="priority")
+    return ApiError(403, "forbidden", f"This API key may not ask for a priority below {least}.", param="priority")
 
 
 class Rejected(ApiError):

@@ -297,7 +297,7 @@ def _draw(report: DemoReport, output: Path) -> None:
     try:
         from loadtests.plots import draw_demo
     except ImportError:
-        _say(f"{output} is not drawn: install matplotlib (pip install 'headstart[demo]')")
+        _say(f"{output} is not drawn: install matplotlib (pip install '.[demo]')")
         return
     draw_demo(report, output)
     _say(f"drawn: {output}")

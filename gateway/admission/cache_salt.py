@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from worker.protocol.api_error import invalid_request
+from gateway.admission.body_field import with_field
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 
 BODY_FIELD = "cache_salt"
@@ -63,13 +62,5 @@ def cache_salt_of(body_salt: str | None, secret: str, *, sharing_group: bytes = 
 
 
 def with_cache_salt(body: bytes, salt: str) -> bytes:
-    """The body with this `cache_salt` instead of its own. It is written anew, never appended to: where a reader took
-    the first of two equal keys and another the last, the client's would win at one of them.
-    """
-    # The standard library keeps every number and lone surrogate as it was; faster ones round or refuse them.
-    try:
-        document = json.loads(body)
-        document[BODY_FIELD] = salt
-        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError:
-        raise invalid_request("The request body holds a number that cannot be passed on.", None) from None
+    """The body with this `cache_salt` instead of its own."""
+    return with_field(body, BODY_FIELD, salt)

@@ -13,7 +13,8 @@ Owns: the file's format and every complaint about it. Must never: repeat a key i
     max_concurrent = 32
     budget_tokens = 5_000_000         # of prompts and answers in each window
     budget_window = "day"             # hour, day, week or month, by the calendar of UTC
-    min_priority = 0                  # a lower `priority` goes first, before other tenants' at the worker too
+    min_priority = 0                  # a lower `priority` goes first, before other tenants' at the worker too; above
+                                      # 0 it is also that of requests that name none
 
     [[public_prefixes]]
     name = "support"

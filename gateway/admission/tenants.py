@@ -64,11 +64,15 @@ class Tenant:
         if not self.may_use(model):
             raise errors.model_forbidden(model)
 
-    def check_priority(self, priority: int) -> None:
-        """ApiError 403 for a request that wants to go before what its tenant may."""
+    def priority_of(self, asked: int | None) -> int:
+        """Of a request that asks for this one. None: for none, which gives 0, or the most urgent one it may have.
+        ApiError 403 for a request that wants to go before what its tenant may."""
         least = self.limits.min_priority
-        if least is not None and priority < least:
+        if asked is None:
+            return max(0, least or 0)
+        if least is not None and asked < least:
             raise errors.priority_forbidden(least)
+        return asked
 
 
 ANYONE = Tenant("", b"")

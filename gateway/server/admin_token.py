@@ -1,7 +1,8 @@
-"""The admin token: the configured one, or a random one that only this user's files can tell.
+"""The admin token: the configured one, the one that its file holds, or a random one that only this user's files tell.
 
-Owns: the token file (mode 0600, replaced whole, removed at the end). Must never: print or log a token, or write
-the file before the port is ours: on a port that is taken it would be another gateway's file.
+Owns: the file of a random token (mode 0600, replaced whole, removed at the end). Must never: print or log a token,
+write over one that it did not make, or write the file before the port is ours: on a port that is taken it would
+be another gateway's file.
 """
 
 from __future__ import annotations
@@ -20,19 +21,32 @@ class AdminToken:
     """The token of one gateway. A random one that is never written is known to nobody: the routes are closed."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.is_random = not config.admin_token
-        self.value = config.admin_token or secrets.token_urlsafe(TOKEN_BYTES)
         self._path = config.admin_token_file
+        self._unreadable: OSError | None = None
+        given = config.admin_token or self._token_in_file()
+        self.is_random = not given
+        self.value = given or secrets.token_urlsafe(TOKEN_BYTES)
         self._written: Path | None = None
 
     def write(self, port: int) -> Path | None:
         """Write a random token for whoever owns this user's files; the file. OSError when that cannot be done."""
         if not self.is_random:
             return None
+        if self._unreadable is not None:
+            raise self._unreadable
         path = self._path or default_token_file(port)
         _write_private(path, self.value)
         self._written = path
         return path
+
+    def _token_in_file(self) -> str:
+        try:
+            return "" if self._path is None else self._path.read_text().strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except (OSError, UnicodeDecodeError) as error:
+            self._unreadable = error if isinstance(error, OSError) else OSError(f"{self._path} holds no text")
+            return ""
 
     def remove(self) -> None:
         """Take the file away if it is still the one that was written here. Idempotent."""

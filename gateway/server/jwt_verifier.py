@@ -30,7 +30,7 @@ class JwtVerifier:
         try:
             import jwt
         except ImportError:
-            raise KeysError("jwt_keys_file needs the extra: pip install 'headstart[jwt]'") from None
+            raise KeysError("jwt_keys_file needs the extra: pip install '.[jwt]' in a clone of the project") from None
         if not config.jwt_issuer or not config.jwt_audience:
             raise KeysError("jwt_keys_file needs jwt_issuer and jwt_audience: whose tokens, and for whom")
         self._jwt = jwt

@@ -10,8 +10,10 @@ import time
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway import errors
+from gateway.admission.body_field import with_field
 from gateway.admission.tenants import Tenant
 from gateway.knowledge.endpoint_table import ModelService
 from gateway.knowledge.joining import ModelReference
@@ -122,7 +124,7 @@ class Reading:
         record.stages["parse"] = time.perf_counter() - began_at
         record.model, record.stream = parsed.model, parsed.stream
         tenant.check_model(parsed.model)
-        tenant.check_priority(parsed.priority)
+        body, parsed = _with_priority(body, parsed, tenant)
         reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
         if given.visit is not None:
             given.visit.refuse_early(reference.model, parsed.priority, len(body))
@@ -148,6 +150,14 @@ class Reading:
         return Intake(given.route, plan.body, parsed, routed, given.tenant, plan.reference.model, given.passed_on,
                       plan.way, self._remembering.learner(plan.owner, plan.reference.renderer, prepared,
                                                           plan.task.scope))
+
+
+def _with_priority(body: bytes, parsed: PromptRequest, tenant: Tenant) -> tuple[bytes, PromptRequest]:
+    """With the priority of a tenant whose requests have another than 0 when they name none: workers must see it."""
+    priority = tenant.priority_of(parsed.priority if parsed.priority_given else None)
+    if priority == parsed.priority:
+        return body, parsed
+    return with_field(body, "priority", priority), replace(parsed, priority=priority)
 
 
 def _limit(service: ModelService, reference: ModelReference, route: GenerateRoute) -> PromptLimit | None:

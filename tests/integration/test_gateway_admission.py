@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gateway.admission.budget import Window, window_end
 from tests.integration.test_gateway_tenants import KEY_A, KEY_B, as_key, keys_file
 from tests.support.gateway_in_process import WORKER_TOKEN, Answer, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import Behaviour, Seen, StubWorker, answer, running
-from worker.protocol.internal_request import TENANT_HEADER
+from worker.protocol.internal_request import JSON_BYTES_HEADER, TENANT_HEADER
 
 
 class Gate:
@@ -64,7 +65,10 @@ class Holding:
         return await self.gateway.metric(f'headstart_rejected_total{{reason="{reason}"}}')
 
     def texts(self) -> list[str]:
-        return [seen.body.split(b'"content": "')[1].split(b'"')[0].decode() for seen in self.stub.seen]
+        return [body["messages"][0]["content"] for body in self.bodies()]
+
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(seen.body[:int(seen.headers[JSON_BYTES_HEADER])]) for seen in self.stub.seen]
 
 
 @pytest.fixture
@@ -213,6 +217,25 @@ async def test_tenants_take_turns_however_many_one_sends(start: Any, tmp_path: P
     assert sorted(one.status for one in await asyncio.gather(*flood)) == [200] * 6 + [429] * 2
     urgent = await held.gateway.chat("x", priority=-1, headers=as_key(KEY_B))
     assert (urgent.status, urgent.error["param"]) == (403, "priority")
+
+
+async def test_a_request_that_names_no_priority_has_its_tenants_lowest(start: Any, tmp_path: Path) -> None:
+    held = await start(keys_file=keys_file(tmp_path, {"id": "a", "key": KEY_A, "min_priority": 5},
+                                           {"id": "b", "key": KEY_B, "min_priority": -5}))
+    held.send("one", headers=as_key(KEY_B))
+    await held.until_seen(1)
+    for number, (text, key, asked) in enumerate((
+            ("none", KEY_A, {}), ("as it may", KEY_A, {"priority": 5}), ("later", KEY_A, {"priority": 6}),
+            ("null", KEY_A, {"priority": None}), ("other", KEY_B, {})), 1):
+        held.send(text, headers=as_key(key), **asked)
+        await held.until_waiting(number)
+    urgent = await held.gateway.chat("x", headers=as_key(KEY_A), priority=4)
+    assert (urgent.status, urgent.error["param"]) == (403, "priority")
+    held.gate.open(6)
+    assert {one.status for one in await asyncio.gather(*held.sent)} == {200}
+    assert [text for text in held.texts() if text[0] != "o"] == ["none", "as it may", "null", "later"]
+    told = {body["messages"][0]["content"]: body.get("priority") for body in held.bodies()}
+    assert told == {"one": None, "other": None, "none": 5, "as it may": 5, "later": 6, "null": 5}, "workers go by it"
 
 
 async def test_a_flood_leaves_a_place_to_others(start: Any, tmp_path: Path) -> None:

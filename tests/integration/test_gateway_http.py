@@ -155,6 +155,24 @@ async def test_without_a_configured_token_a_private_file_has_one(tmp_path: Path)
     assert not file.exists(), "a token of a gateway that has ended is of no use"
 
 
+async def test_a_token_that_its_file_holds_already_is_the_token_and_stays(tmp_path: Path) -> None:
+    """A mounted secret, or what a gateway that was killed left behind."""
+    file = tmp_path / "token"
+    file.write_text("the-mounted-secret\n")
+    async with running_gateway("http://127.0.0.1:1", admin_token="", admin_token_file=file) as gateway:
+        headers = {"Authorization": "Bearer the-mounted-secret"}
+        assert (await gateway.send("GET", "/admin/workers", headers=headers)).status == 200
+    assert file.read_text() == "the-mounted-secret\n"
+
+
+async def test_a_token_file_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(b"\xff\xfe")
+    async with running_gateway("http://127.0.0.1:1", admin_token="", admin_token_file=file) as gateway:
+        assert (await gateway.send("GET", "/admin/workers", headers={"Authorization": "Bearer x"})).status == 401
+    assert file.read_bytes() == b"\xff\xfe"
+
+
 async def test_a_token_file_that_another_gateway_has_replaced_stays(tmp_path: Path) -> None:
     file = tmp_path / "token"
     async with running_gateway("http://127.0.0.1:1", admin_token="", admin_token_file=file):

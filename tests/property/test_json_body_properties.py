@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.prompt.json_body import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, check_nesting, top_level_keys
+from worker.prompt.json_body import (
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_KEYS,
+    MAX_TOP_LEVEL_KEYS,
+    _outside_of_strings,
+    check_nesting,
+    decode_body,
+    top_level_keys,
+)
 from worker.protocol.api_error import ApiError
+
+
+class _Anything(msgspec.Struct):
+    """A body none of whose fields is known."""
+
+
+_any_object = msgspec.json.Decoder(_Anything)
 
 # Few keys and values that are prefixes of each other, so that duplicates and near misses are common.
 keys = st.sampled_from(["a", "b", "", "é", "a\"b", "\\", "n", "\n", "{", "\":"])
@@ -78,3 +96,23 @@ def test_the_number_of_containers_is_bounded_exactly() -> None:
     body["x"] = [[]] * (MAX_JSON_CONTAINERS - 1)
     with pytest.raises(ApiError, match="more than 200000"):
         check_nesting(json.dumps(body).encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=values)
+def test_what_is_outside_of_strings_is_found_however_they_are_escaped(value: Any) -> None:
+    body = json.dumps({"x": value, "\\": '\\"[:', '":[': "\\\\"}).encode()
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body)
+    for wanted in (b"[]{}", b":"):
+        unwanted = bytes(set(range(256)) - set(wanted + b'"'))
+        assert _outside_of_strings(body, unwanted, len(body)) == bytes(byte for byte in outside if byte in wanted)
+
+
+def test_the_number_of_keys_is_bounded_exactly() -> None:
+    body = {"prompt": ":" * 1_000_000, "x": dict.fromkeys(map(str, range(MAX_JSON_KEYS - 2)), 1)}
+    assert decode_body(json.dumps(body).encode(), _any_object).value == _Anything()
+    body["y"] = 1
+    with pytest.raises(ApiError, match=f"more than {MAX_JSON_KEYS} keys"):
+        decode_body(json.dumps(body).encode(), _any_object)
+    with pytest.raises(ApiError, match=f"more than {MAX_TOP_LEVEL_KEYS} fields"):
+        top_level_keys(json.dumps(dict.fromkeys(map(str, range(MAX_TOP_LEVEL_KEYS + 1)))).encode())

@@ -54,7 +54,7 @@ def test_a_gateway_install_says_what_a_worker_needs(monkeypatch: pytest.MonkeyPa
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda _: None)
     assert cli.main(["up"]) == 2
-    assert "pip install 'headstart[worker]'" in capsys.readouterr().err
+    assert "pip install '.[worker]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "wanted"), [

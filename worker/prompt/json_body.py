@@ -1,4 +1,4 @@
-"""Bytes to a checked JSON object: UTF-8, one object, no duplicate top-level keys, bounded depth.
+"""Bytes to a checked JSON object: UTF-8, one object, no duplicate top-level keys, bounded depth and number of parts.
 
 Owns what every JSON body must satisfy whatever its schema. Knows no field names.
 """
@@ -17,11 +17,17 @@ MAX_JSON_DEPTH = 64
 """How deep arrays and objects may nest; a tool's JSON schema needs about 15."""
 MAX_JSON_CONTAINERS = 200_000
 """Arrays and objects in one body: 10,000 messages with parts need 30,000, and millions take seconds to build."""
+MAX_JSON_KEYS = 400_000
+"""Keys of all objects in one body, two to a container."""
+MAX_TOP_LEVEL_KEYS = 1000
+"""Of a body; clients know fewer than 100. They are walked one by one where white space lies between."""
 
 _KEY = re.compile(rb'[\s,]*"([^"\\]*(?:\\.[^"\\]*)*)"\s*:\s*')
 _CLOSE = re.compile(rb"\s*\}")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS_OR_QUOTES = bytes(set(range(256)) - set(b'[]{}"'))
+_NO_COLONS_OR_QUOTES = bytes(set(range(256)) - set(b':"'))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PATH = re.compile(r"(?s)^(.*) - at `\$\.?(.*)`$")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)$")
@@ -45,6 +51,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> Body[T]:
     """Decode with a struct decoder; ApiError 400 whose param is the path of the first offence."""
     if not body.isascii():
         _check_utf8(body)
+    _check_num_keys(body)
     try:
         keys = top_level_keys(body)
         check_nesting(body)
@@ -71,6 +78,8 @@ def top_level_keys(body: bytes) -> list[str]:
     one the decoder kept, no key came twice. This costs one comparison per top-level field, not one per byte.
     """
     kept = _raw_decoder.decode(body)
+    if len(kept) > MAX_TOP_LEVEL_KEYS:
+        raise invalid_request(f"The request body holds more than {MAX_TOP_LEVEL_KEYS} fields.", None)
     # A key and its value take four more characters, and the object one: where this adds up to the body, there is
     # neither white space nor an escape in a key nor anything that was not kept.
     if sum(map(len, kept)) + len(b"".join(kept.values())) + 4 * len(kept) + 1 == len(body):
@@ -98,21 +107,46 @@ def _num_bytes(raw: msgspec.Raw) -> int:
 def check_nesting(body: bytes) -> None:
     """ApiError 400 when arrays and objects nest deeper than MAX_JSON_DEPTH or are more than MAX_JSON_CONTAINERS.
 
-    `body` must be valid JSON. Works on the text, where a level costs one pass in C: strings are taken out, only
-    brackets are left, and every pass removes the innermost pairs.
+    `body` must be valid JSON. Works on the text, where a level costs one pass in C: only the brackets outside of
+    strings are left, and every pass removes the innermost pairs.
     """
-    if _opens_at_most(body, MAX_JSON_DEPTH):
+    if opens_at_most(body, MAX_JSON_DEPTH):
         return
-    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS)
-    if len(brackets) // 2 > MAX_JSON_CONTAINERS:
+    brackets = _outside_of_strings(body, _NO_BRACKETS_OR_QUOTES, 2 * MAX_JSON_CONTAINERS)
+    if brackets is None or len(brackets) > 2 * MAX_JSON_CONTAINERS:
         raise invalid_request(f"The request body holds more than {MAX_JSON_CONTAINERS} arrays and objects.", None)
+    brackets = brackets.translate(_ONE_KIND)
     for _ in range(MAX_JSON_DEPTH):
         brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise _too_deep()
 
 
-def _opens_at_most(body: bytes, limit: int) -> bool:
+def _check_num_keys(body: bytes) -> None:
+    """ApiError 400 when there are more than MAX_JSON_KEYS colons outside of strings, before anything is built."""
+    if body.count(b":") <= MAX_JSON_KEYS:
+        return
+    colons = _outside_of_strings(body, _NO_COLONS_OR_QUOTES, MAX_JSON_KEYS)
+    if colons is None or len(colons) > MAX_JSON_KEYS:
+        raise invalid_request(f"The request body holds more than {MAX_JSON_KEYS} keys.", None)
+
+
+def _outside_of_strings(body: bytes, unwanted: bytes, limit: int) -> bytes | None:
+    """The bytes outside of strings that are not `unwanted`; None where they are surely more than `limit`.
+
+    A handful of passes in C whatever the body holds, since the event loop waits for them: a byte is inside a string
+    when the quotes before it are odd in number, so quotes that come to lie side by side may go two by two. What is
+    then left between two strings is never empty, which bounds how many pieces there are to cut.
+    """
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    kept = body.translate(None, unwanted).replace(b'""', b"")
+    if kept.count(b'"') > 2 * limit + 2:
+        return None
+    return b"".join(kept.split(b'"')[::2])
+
+
+def opens_at_most(body: bytes, limit: int) -> bool:
     """Whether there are few opening brackets, in strings or not. Jumping to each is quicker than counting bytes."""
     left = limit
     for bracket in (b"[", b"{"):

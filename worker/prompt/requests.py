@@ -42,7 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and plain completions share, after validation.
 
     `max_tokens` None: up to the end of the context; a default one shrinks to what is left. `seed_given` False: the
-    server draws `sampling.seed`.
+    server draws `sampling.seed`. `priority_given` False: it is 0 by default.
     `sampling.logprobs` holds the normalised `logprobs`/`top_logprobs`. `unknown` are ignored top-level fields.
     `response_schema`: the JSON schema that `response_format` asks for, as JSON text. `prompt_logprobs`: how many
     alternatives to show for each token of the prompt; `sampling`'s covers `echo` with `logprobs` too.
@@ -60,6 +60,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     cache_salt: str | None = None
     priority: int = 0
+    priority_given: bool = False
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -217,7 +218,7 @@ def parse_embedding(body: bytes) -> EmbeddingRequest:
                               (error.param or "input").replace("prompt", "input")) from None
     return EmbeddingRequest(
         model=given.model, prompts=prompts, max_tokens=1, seed_given=True, user=given.user,
-        priority=given.priority or 0,
+        priority=given.priority or 0, priority_given=given.priority is not None,
         sampling=SamplingParams(temperature=0.0, ignore_eos=True, pools=True),
         as_base64=given.encoding_format == "base64", unknown=unknown)
 
@@ -263,7 +264,8 @@ def _shared(given: GenerationBody, unknown: tuple[str, ...], *, logprobs: int | 
         "seed_given": given.seed is not None,
         "max_tokens": max_tokens, "n": given.n or 1, "stop": _stops(given.stop), "stream": bool(given.stream),
         "include_usage": bool(options and options.include_usage), "return_token_ids": bool(given.return_token_ids),
-        "cache_salt": given.cache_salt, "priority": given.priority or 0, "user": given.user,
+        "cache_salt": given.cache_salt, "user": given.user,
+        "priority": given.priority or 0, "priority_given": given.priority is not None,
         "prompt_cache_key": given.prompt_cache_key, "prompt_cache_retention": given.prompt_cache_retention,
         "response_schema": response_schema(given.response_format), "unknown": unknown,
     }

@@ -91,6 +91,8 @@ class ToolCallParser:
     def finish(self) -> str:
         """Nothing more comes: what is undecided is text."""
         rest = self._opening + self._held
+        if self.has_calls and _begins_any(rest.strip(_SPACE), (self._style.marker, self._style.closer)):
+            rest = ""    # the token limit fell into the markup around a call
         text = self._space + rest if rest.strip(_SPACE) or not self.has_calls else ""
         self._opening = self._held = self._space = ""
         return text
@@ -199,6 +201,10 @@ class ToolCallParser:
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return None
         return ToolCall(self._num_calls, written.name, arguments) if written.name in self._tool_names else None
+
+
+def _begins_any(text: str, markers: Collection[str]) -> bool:
+    return bool(text) and any(marker.startswith(text) for marker in markers)
 
 
 def _num_open(text: str, marker: str) -> int:

@@ -24,6 +24,7 @@ from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_embedding
 from worker.prompt.responses_body import RESPONSES
 from worker.prompt.sampling_params import SamplingParams
+from worker.prompt.unsupported_fields import refuse_unsupported_fields
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
 from worker.protocol.internal_request import (
@@ -129,6 +130,7 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         prompts, resume, extra_keys, tokenize_s = internal.prompts, internal.resume, _gateway_salt(internal), 0.0
         tells_token_ids, tenant = internal.tells_token_ids, internal.tenant
         body = _body_of(internal, route)
+        refuse_unsupported_fields(internal.json_body, body.unknown)
         _check_vocabulary(prompts, serving.ready, route)
     else:
         raw = await read_body(request, shell.config.max_body_bytes)
@@ -184,6 +186,8 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
 def _read_direct(raw: bytes, serving: Serving,
                  route: Route) -> tuple[tuple[Body, ForeignAnswer | None], list[list[int]], float]:
     body, foreign = route.read(raw)
+    if foreign is None:
+        refuse_unsupported_fields(raw, body.unknown)
     require_model(body.model, serving)      # before the work of rendering for somebody else's model
     started = time.perf_counter()
     prompts = route.render(serving.renderer, body)
