@@ -74,6 +74,7 @@ class GatewayConfig:
         (), table="server", check=worker_networks_problem,
         help="networks and hosts where POST /admin/workers may add one; those of --worker anyhow")
     policy: str = setting("headstart", choices=tuple(POLICIES), help="how a worker is chosen")
+    copies_ahead: bool = setting(True, help="have hot prefixes computed on idle workers before they are needed there")
     max_body_bytes: int = setting(32 * 1024 * 1024, bounds=(1, None), table="server", help="request bodies at most")
     max_connections: int = setting(16_384, bounds=(1, None), table="server", help="open connections of clients")
     head_timeout_s: float = setting(10.0, bounds=(0.01, None), table="server",

@@ -112,7 +112,7 @@ class Fleet:
                 "queued": self.metric("headstart_queue_depth")}
 
     async def kill_now_and_then(self, every_s: float, rng: random.Random) -> None:
-        """SIGKILL a worker, start it again, and so on. Runs until cancelled."""
+        """SIGKILL a worker, start it again, and so on. Runs until cancelled, which leaves none of them dead."""
         while True:
             await asyncio.sleep(every_s * (0.5 + rng.random()))
             index = rng.randrange(len(self.workers))
@@ -121,10 +121,12 @@ class Fleet:
                 self.killed_cpu_ns += cpu_ns(killed.process.pid)
                 killed.process.kill()
                 self.num_kills += 1
-            await asyncio.to_thread(killed.process.wait)
-            killed.log.close()
-            await asyncio.sleep(RESTART_AFTER_S)
-            self.workers[index] = self.start_worker(int(killed.url.rpartition(":")[2]))
+            try:
+                await asyncio.to_thread(killed.process.wait)
+                await asyncio.sleep(RESTART_AFTER_S)
+            finally:
+                killed.log.close()
+                self.workers[index] = self.start_worker(int(killed.url.rpartition(":")[2]))
 
     async def sample(self, every_s: float, num_requests: Callable[[], int]) -> None:
         """Look at the gateway's process now and then. Runs until cancelled."""

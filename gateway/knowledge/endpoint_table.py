@@ -167,7 +167,8 @@ class Endpoint:
             max_context=report.max_context, kv_usage_ratio=self.kv_usage_ratio,
             num_running=load.running, num_waiting=load.waiting, waiting_prefill_tokens=load.waiting_prefill_tokens,
             running_prefill_tokens=load.running_prefill_tokens, decode_context_tokens=load.decode_context_tokens,
-            held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens, others_ratio=self.others.ratio)
+            held_tokens_at_report=before.held_tokens - load.waiting_prefill_tokens, others_ratio=self.others.ratio,
+            step_tokens=report.scheduling.token_budget)
 
     def _less_ended(self, view: EndpointView, own_load: LoadView) -> EndpointView:
         """`view`, a report, as it would be if it came now."""

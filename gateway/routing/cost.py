@@ -9,7 +9,9 @@ Until our first token:
     prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to; what has to be loaded
                from a slower tier counts a part of what computing it would
     queue_s    prompts before ours: the larger of what we sent (ledger) and what the worker reports, never their sum
-    steps_s    decode steps in between: half of the one that runs, and one for each batch of prefill
+    steps_s    steps with the streams there: half of the one that runs, and one for each batch of prefill that the
+               worker computes in a step beside them. What such steps took lately, streams and prompts together
+               (busy_steps.py); a decode step until that is known
     room_s     waiting for memory beyond that, when the prompt does not fit beside what streams hold: until enough of
                them have ended and all that was sent there before has been let in (memory_wait.py)
     doubt_s    what other gateways may have sent there since its report, which we shall meet
@@ -42,6 +44,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from gateway.routing.busy_steps import STEP_UNDER_WAY
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
@@ -55,7 +58,7 @@ EXPECTED_OUTPUT_TOKENS_MAX = 4096
 ATTENTION_DOUBLING_TOKENS = 16384
 # Loading a token's K/V from host memory or disk, against computing it; until workers measure it.
 SLOW_TIER_RATIO = 0.1
-# Positions of prefill that share a step with the decoding streams.
+# Positions of prefill that share a step with the decoding streams, of a worker that does not say.
 BATCH_TOKENS = 8192
 # One stream's least share of a decode step.
 STREAM_STEP_SHARE = 0.02
@@ -76,11 +79,17 @@ SESSION_BONUS_TOKENS = 32
 _ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
 StreamsOf = Callable[[str], Sequence[Stream]]
+BusyStepOf = Callable[[str, int], float]
 
 
 def nobody(endpoint_id: str) -> Sequence[Stream]:
     """No streams of ours anywhere."""
     return ()
+
+
+def unseen(endpoint_id: str, num_active: int) -> float:
+    """No step has been seen yet."""
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,8 @@ class Work(Struct, frozen=True, gc=False):
     """What the request needs, the same on every endpoint. `now` is on the clock of the ledger's bookings;
     `shared_ratio`: how likely it is that what the prompt matches is in use there anyway. `streams_of` tells our own
     requests on an endpoint, and is asked only where memory is short; a stream's token takes `stretch` decode steps;
-    `lengths` are those of answers; `chain` are the prompt's block hashes, empty where several kinds are in use."""
+    `lengths` are those of answers; `chain` are the prompt's block hashes, empty where several kinds are in use;
+    `busy_step_of` tells what a step takes on an endpoint with so many requests, 0.0 where nobody knows."""
 
     prompt_tokens: int
     expected_output_tokens: int
@@ -105,6 +115,7 @@ class Work(Struct, frozen=True, gc=False):
     streams_of: StreamsOf = nobody
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
+    busy_step_of: BusyStepOf = unseen
 
 
 class CandidateCost(NamedTuple):
@@ -125,6 +136,7 @@ class CandidateCost(NamedTuple):
     uncached_tokens: int
     queued_tokens: int
     num_active: int
+    num_steps: float
 
     @property
     def first_token_s(self) -> float:
@@ -176,7 +188,10 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     if match[2]:
         prefill_s += SLOW_TIER_RATIO * _slow_tokens(view, match, matched) * token_s
     queue_s = queued * token_s
-    steps_s = (0.5 + (queued + uncached) / BATCH_TOKENS) * step_s if num_active else 0.0
+    steps_s = num_steps = 0.0
+    if num_active:
+        num_steps = STEP_UNDER_WAY + (queued + uncached) / (view.step_tokens or BATCH_TOKENS)
+        steps_s = num_steps * (work.busy_step_of(view.endpoint_id, num_active) or step_s)
     stream_step_s = STREAM_STEP_SHARE * step_s
     stream_step_s = stream_step_s if stream_step_s > token_s else token_s
     others_s = (STREAM_WEIGHT * output * stream_step_s * (num_active + context / ATTENTION_DOUBLING_TOKENS)
@@ -199,7 +214,8 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     total_s = prefill_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
     # As CandidateCost(...), in a sixth of the time.
     return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, doubt_s,
-                                      others_s, evict_s, price_s, session_s, matched, uncached, queued, num_active))
+                                      others_s, evict_s, price_s, session_s, matched, uncached, queued, num_active,
+                                      num_steps))
 
 
 def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loads: Mapping[str, LoadView],

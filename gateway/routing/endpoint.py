@@ -28,6 +28,7 @@ class EndpointView(Struct, frozen=True, gc=False):
     `held_tokens_at_report` is the ledger's `held_tokens` as of the report, less what waited there for room and so was
     still free: what is held now beyond it is new.
     `others_ratio` is the share of its work that comes from elsewhere (others_share.py).
+    `step_tokens` are positions of prompts that it computes in one step beside decoding; 0: as many as are usual.
     `price_s` is what an operator or a breaker adds, in seconds; cost.py bounds it.
     """
 
@@ -52,4 +53,5 @@ class EndpointView(Struct, frozen=True, gc=False):
     decode_context_tokens: int = 0
     held_tokens_at_report: int = 0
     others_ratio: float = 0.0
+    step_tokens: int = 0
     price_s: float = 0.0

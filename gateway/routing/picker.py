@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Literal
 
 from msgspec import Struct
 
 from gateway.routing.cost import (
+    BusyStepOf,
     CandidateCost,
     Rates,
     StreamsOf,
@@ -27,6 +27,7 @@ from gateway.routing.cost import (
     candidate_cost,
     least_costs,
     nobody,
+    unseen,
 )
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
@@ -49,7 +50,7 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths` and `chain` are for cost.Work.
+    `streams_of`, `lengths`, `chain` and `busy_step_of` are for cost.Work.
     """
 
     endpoints: Sequence[EndpointView]
@@ -69,11 +70,12 @@ class PickInput(Struct, frozen=True, gc=False):
     streams_of: StreamsOf = nobody
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
+    busy_step_of: BusyStepOf = unseen
 
     def work(self) -> Work:
         """What the request needs."""
         return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
-                    self.streams_of, self.lengths, self.chain)
+                    self.streams_of, self.lengths, self.chain, self.busy_step_of)
 
 
 @dataclass(slots=True)
@@ -191,23 +193,35 @@ def _usual(given: PickInput) -> list[EndpointView]:
 def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list[int], list[CandidateCost], int]:
     """Positions of those of `views` that may be within a tie of the cheapest, their costs, and the longest match of
     all in tokens."""
-    work = given.work()
+    work, rates = given.work(), _NO_NEED
     matches, loads, session = given.matches or {}, given.loads, given.session_endpoint_id
-    unmeasured = [view for view in views if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0]
-    rates = assumed_rates(views) if unmeasured else _NO_NEED
+    for view in views:
+        if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0:
+            rates = assumed_rates(views)
+            break
     least, most = least_costs(views, matches, loads, work, rates=rates, session=session)
-    priced: dict[int, CandidateCost] = {}
-    reach = inf
-    for at in (least.index(min(least)), *range(len(views))):
-        if least[at] > reach or at in priced:
+
+    def price(view: EndpointView) -> CandidateCost:
+        endpoint_id = view.endpoint_id
+        return candidate_cost(view, matches.get(endpoint_id, NO_MATCH), loads.get(endpoint_id, NO_LOAD), work,
+                              rates=rates, in_session=endpoint_id == session)
+
+    likeliest = least.index(min(least))
+    first = price(views[likeliest])
+    reach = _reach(first.total_s)
+    order: list[int] = []
+    costs: list[CandidateCost] = []
+    for at, least_s in enumerate(least):
+        if at == likeliest:
+            cost = first
+        elif least_s > reach:
             continue
-        view = views[at]
-        cost = priced[at] = candidate_cost(
-            view, matches.get(view.endpoint_id, NO_MATCH), loads.get(view.endpoint_id, NO_LOAD), work, rates=rates,
-            in_session=view.endpoint_id == session)
-        reach = min(reach, _reach(cost.total_s))
-    order = sorted(priced)
-    return order, [priced[at] for at in order], most
+        else:
+            cost = price(views[at])
+            reach = min(reach, _reach(cost.total_s))
+        order.append(at)
+        costs.append(cost)
+    return order, costs, most
 
 
 def _reach(best_s: float) -> float:

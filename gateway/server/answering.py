@@ -13,7 +13,8 @@ from gateway.relay.hedging import Hedges, hedged
 from gateway.relay.relay import Watch
 from gateway.relay.retry import DEADLINE, TIMEOUT, Attempt, FirstAnswer, Walk, answer_from_any, first_answer
 from gateway.relay.upstream import Upstream
-from gateway.server.dispatch import Choosing, Placement
+from gateway.server.dispatch import Choosing
+from gateway.server.placement import Placement
 from gateway.server.request_record import RequestRecord
 
 # A limit that has passed already still lets a worker be asked: its failure says what was too late.

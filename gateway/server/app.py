@@ -29,6 +29,7 @@ from gateway.relay.connection_pool import PooledUpstream
 from gateway.routing.policies import Policy, policy_named
 from gateway.server.access import Access
 from gateway.server.admin_token import AdminToken
+from gateway.server.ahead import Ahead
 from gateway.server.arrival import Arrivals
 from gateway.server.attendance import Attendance, SharedAttendance, beat_for_ever
 from gateway.server.connections import ConnectionLimits, GuardedServer
@@ -108,6 +109,7 @@ class Gateway:
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
                                 notes=None if membership is None else membership.notes)
         self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session)
+        self._ahead = Ahead(table, self.state.ledger, dispatcher.learning.hot, self._prewarmer)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)
@@ -128,6 +130,8 @@ class Gateway:
                        asyncio.create_task(self.state.writer.run(), name="index-writer"),
                        asyncio.create_task(self.state.access.watch(), name="keys"),
                        asyncio.create_task(measure_loop_lag(self.state.metrics.loop_lag), name="loop-lag")]
+        if self.config.copies_ahead and self.config.policy == "headstart" and self.config.worker_token:
+            self._tasks.append(asyncio.create_task(self._ahead.run(), name="copies-ahead"))
         self._poll.start()
         if self._together is not None:
             self._together.start()

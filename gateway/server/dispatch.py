@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,16 @@ from msgspec import Struct, structs
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.relay.retry import AttemptFailed
-from gateway.relay.upstream import Upstream, UpstreamRequest, UpstreamResponse
+from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
 from gateway.routing.hot_prefixes import Sighting
-from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
+from gateway.routing.load_ledger import NO_LOAD, Footprint, LoadLedger, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
-from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculation
+from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex
 from gateway.server.breakers import Breakers
 from gateway.server.learning import Learning
+from gateway.server.placement import OpenBet, Placement
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
@@ -43,7 +44,6 @@ EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirme
              "match_speculative_tokens", "uncached_tokens")
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
 
-Follow = Callable[[], Awaitable[UpstreamResponse]]
 
 
 class RoutedPrompt(Struct, frozen=True, gc=False):
@@ -66,94 +66,6 @@ class RoutedPrompt(Struct, frozen=True, gc=False):
     def num_prompt_tokens(self) -> int:
         """Tokens of the first prompt, by which a request of several is routed."""
         return len(self.prepared.prompts[0])
-
-
-class OpenBet(Struct, frozen=True, gc=False):
-    """What is believed of the worker's cache for this request's sake."""
-
-    placed_in: PrefixIndex
-    speculation: Speculation
-
-    def settle(self) -> None:
-        """From now on it may expire."""
-        self.speculation.settle(time.monotonic())
-
-    def withdraw(self) -> None:
-        self.placed_in.withdraw(self.speculation)
-
-
-class Placement:
-    """A booked worker. Every way out ends in release() or abandon(), and both may be called again."""
-
-    def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
-                 bet: OpenBet | None, upstream_request: UpstreamRequest,
-                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool],
-                 breakers: Breakers) -> None:
-        self.endpoint = endpoint
-        self._breakers = breakers
-        self._pass = breakers.begin(endpoint)
-        self.decision = decision
-        self._booking = booking
-        self._bet = bet
-        self.upstream_request = upstream_request
-        self.follow: Follow | None = None  # of one that has been asked: the way to its answer
-        self._asked_at: float | None = None
-        self._prefill_timer = prefill_timer
-        self._is_replaceable = is_replaceable
-
-    @property
-    def endpoint_id(self) -> str:
-        """See relay.retry.Attempt."""
-        return self.endpoint.endpoint_id
-
-    @property
-    def waited_s(self) -> float:
-        """See relay.retry.Attempt."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
-
-    def asked(self, follow: Follow) -> None:
-        """The request has been sent there; `follow` awaits the answer."""
-        self.follow, self._asked_at = follow, time.monotonic()
-
-    async def open(self, upstream: Upstream) -> UpstreamResponse:
-        """See relay.retry.Attempt."""
-        return await (upstream.open(self.upstream_request) if self.follow is None else self.follow())
-
-    def is_lost(self) -> bool:
-        """See relay.retry.Attempt. A worker that is alone keeps its request: it may only be slow."""
-        is_same_life = self.endpoint.epoch == self.decision.epoch
-        return not (is_same_life and self.endpoint.state is not EndpointState.UNREADY) and self._is_replaceable()
-
-    def first_byte(self) -> None:
-        """The prompt has been computed."""
-        self._booking.prefill_done(time.monotonic())
-        self._pass.answered()
-        if self._bet is not None:
-            self._bet.settle()
-
-    def succeeded(self) -> None:
-        """The worker answered to the end."""
-        self._pass.succeeded()
-
-    def failed(self, reason: str) -> None:
-        """The worker did not answer, or not to the end. What it computed may be in its cache or not."""
-        self._breakers.failed(self.endpoint, self._pass, reason)
-        self.abandon()
-
-    def release(self) -> None:
-        """The request has ended; what it left in the worker's cache is for the events to tell."""
-        if self._prefill_timer is not None:
-            self._prefill_timer.cancel()
-        self._booking.release()
-        self._pass.left()
-        if self._bet is not None:
-            self._bet.settle()
-
-    def abandon(self) -> None:
-        """The worker did not take it: nothing of it will be in that cache."""
-        self.release()
-        if self._bet is not None:
-            self._bet.withdraw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +116,7 @@ class Dispatcher:
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=self.learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=self.learning.outputs.profile(prompt.model),
-            chain=chain)
+            chain=chain, busy_step_of=self.learning.busy_steps.step_s)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -235,8 +147,7 @@ class Dispatcher:
         return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
-        most = self._max_inflight
-        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most]
+        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= self._max_inflight]
         return frozenset(full) if full else _NOBODY
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
@@ -258,8 +169,13 @@ class Dispatcher:
         # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
         timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
             prefill_s, lambda: booking.prefill_done(time.monotonic()))
-        return Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request, prefill_timer=timer,
-                         is_replaceable=lambda: bool(self._table.serving(prompt.model)), breakers=self._breakers)
+        placement = Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request,
+                              prefill_timer=timer, breakers=self._breakers,
+                              is_replaceable=lambda: bool(self._table.serving(prompt.model)))
+        cost = decision.cost
+        if cost is not None and prompt.stream:
+            placement.on_first_token = lambda: self.learning.first_token(cost, now)
+        return placement
 
     def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision, *,
                    chain: Sequence[int], now: float) -> Footprint:

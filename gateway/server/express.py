@@ -25,8 +25,9 @@ from gateway.relay.retry import LOST_LOOK_S, AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
-from gateway.server.dispatch import Choosing, Dispatcher, Placement
+from gateway.server.dispatch import Choosing, Dispatcher
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, new_request_id
+from gateway.server.placement import Placement
 from gateway.server.reading import Given, Intake, Plan, Reading
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState

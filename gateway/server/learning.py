@@ -9,6 +9,8 @@ import time
 
 from msgspec.structs import replace
 
+from gateway.routing.busy_steps import BusySteps
+from gateway.routing.cost import CandidateCost
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.hot_prefixes import HotPrefixes
 from gateway.routing.output_length import OutputLength
@@ -25,6 +27,7 @@ class Learning:
         self.outputs = OutputLength()
         self.hot = HotPrefixes()
         self.stretch = Stretch()
+        self.busy_steps = BusySteps()
         self._rates = RateEstimator()
         self._sessions = SessionAffinity()
         self._epochs: dict[str, str] = {}
@@ -60,9 +63,17 @@ class Learning:
         if self._epochs.get(decision.endpoint_id) != decision.epoch:
             self._epochs[decision.endpoint_id] = decision.epoch
             self._rates.forget(decision.endpoint_id)
+            self.busy_steps.forget(decision.endpoint_id)
             self._odd.pop(decision.endpoint_id, None)
         self._reported[decision.endpoint_id] = reported
         record.placed_at, record.expected = now, decision.cost
+
+    def first_token(self, expected: CandidateCost, placed_at: float) -> None:
+        """A stream's first token came just now; `expected` of the worker when it was chosen, at `placed_at`."""
+        if not expected.room_s:   # waiting for memory says nothing about speed
+            waited_s = time.monotonic() - placed_at - expected.prefill_s - expected.queue_s
+            self.busy_steps.saw(expected.endpoint_id, expected.num_active, waited_s,
+                                num_steps=expected.num_steps, expected_s=expected.steps_s)
 
     def ended(self, record: RequestRecord) -> None:
         """Compare what came with what was expected. A stream's first byte is its first token; other answers', not."""

@@ -32,7 +32,8 @@ from gateway.relay.sse import KEEPALIVE_COMMENT
 from gateway.relay.transcript import KEPT_BYTES, Told, Transcript, WholeEvents
 from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.addressing import ChoiceToResume
-from gateway.server.dispatch import Choosing, Dispatcher, Placement, RoutedPrompt
+from gateway.server.dispatch import Choosing, Dispatcher, RoutedPrompt
+from gateway.server.placement import Placement
 from gateway.server.request_record import RequestRecord
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import HashScheme, block_hashes

@@ -15,6 +15,7 @@ from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState
 from gateway.knowledge.engines.headstart import (
     HeadstartWorker,
+    Prewarmed,
     WorkerNotReady,
     WorkerNotUnderstood,
     WorkerUnreachable,
@@ -47,6 +48,7 @@ class Prewarmer:
         self._index = state.index
         self._ledger = state.ledger
         self._worker_token = state.config.worker_token
+        self._bet_ttl_s = state.config.speculative_ttl_s
         self._hot = hot
         self._session = session
         self._num_running = 0
@@ -56,7 +58,7 @@ class Prewarmer:
         now = time.monotonic()
         return [{"hash": f"{key:016x}", "model": prefix.model, "tokens": prefix.num_tokens, "hits": prefix.num_hits,
                  "score": round(prefix.score_at(now), 3), "last_hit_s": round(now - prefix.last_at, 3),
-                 "workers": self._holders(prefix, now)} for key, prefix in self._hot.hottest(SHOWN_MAX, now)]
+                 "workers": self.holders(prefix, now)} for key, prefix in self._hot.hottest(SHOWN_MAX, now)]
 
     async def prewarm(self, raw: bytes) -> dict[str, Any]:
         """Compute one prefix on one worker; returns when it is there."""
@@ -65,18 +67,29 @@ class Prewarmer:
         endpoint = self._endpoint(prefix, body.worker)
         if endpoint is None:
             return {"hash": body.hash, "worker": None, "detail": "every ready worker of this model holds it"}
-        if self._num_running >= PREWARMS_MAX:
-            raise ApiError(429, "queue_full", f"{PREWARMS_MAX} prewarms are under way.", headers={"Retry-After": "1"})
-        self._num_running += 1
-        try:
-            done = await HeadstartWorker(self._session, endpoint.worker, self._worker_token).prewarm(
-                prefix.token_ids(), prefix.salt, prefix.salt_from)
-        except (WorkerNotReady, WorkerNotUnderstood, WorkerUnreachable) as why:
-            raise ApiError(502, "worker_failed", f"{endpoint.endpoint_id} did not prewarm: {why}") from why
-        finally:
-            self._num_running -= 1
+        done = await self.compute(prefix, endpoint)
         return {"hash": body.hash, "worker": endpoint.endpoint_id, "tokens": prefix.num_tokens,
                 "cached_tokens": done.cached_tokens}
+
+    async def compute(self, prefix: HotPrefix, endpoint: Endpoint) -> Prewarmed:
+        """Have it computed there, booked and bet on as a request's prompt is; returns when it is there. ApiError when
+        it is not."""
+        if self._num_running >= PREWARMS_MAX:
+            raise ApiError(429, "queue_full", f"{PREWARMS_MAX} prewarms are under way.", headers={"Retry-After": "1"})
+        bet = self._index.speculate(endpoint.endpoint_id, prefix.chain, time.monotonic())
+        bet.hold(self._bet_ttl_s)
+        self._num_running += 1
+        try:
+            with self._ledger.book(endpoint.endpoint_id, endpoint.epoch or "", prefill_tokens=prefix.num_tokens,
+                                   context_tokens=prefix.num_tokens):
+                return await HeadstartWorker(self._session, endpoint.worker, self._worker_token).prewarm(
+                    prefix.token_ids(), prefix.salt, prefix.salt_from)
+        except (WorkerNotReady, WorkerNotUnderstood, WorkerUnreachable) as why:
+            self._index.withdraw(bet)
+            raise ApiError(502, "worker_failed", f"{endpoint.endpoint_id} did not prewarm: {why}") from why
+        finally:
+            bet.settle(time.monotonic())
+            self._num_running -= 1
 
     def _prefix(self, text: str) -> HotPrefix:
         try:
@@ -100,11 +113,12 @@ class Prewarmer:
                            "see /admin/workers.", param="worker")
         if not serving:
             raise errors.no_worker("No worker of this model is ready.")
-        holders = self._holders(prefix, time.monotonic())
+        holders = self.holders(prefix, time.monotonic())
         others = [endpoint for endpoint in serving if endpoint.endpoint_id not in holders]
         return min(others, key=lambda endpoint: self._ledger.load(endpoint.endpoint_id).num_inflight, default=None)
 
-    def _holders(self, prefix: HotPrefix, now: float) -> list[str]:
+    def holders(self, prefix: HotPrefix, now: float) -> list[str]:
+        """The endpoints that hold it whole."""
         matches = self._index.match(prefix.chain, now)
         return [endpoint_id for endpoint_id, match in matches.items()
                 if match.confirmed_blocks >= len(prefix.chain)]

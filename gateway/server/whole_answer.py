@@ -11,7 +11,7 @@ from gateway import errors
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.sse import body_usage
 from gateway.relay.upstream import UpstreamResponse
-from gateway.server.dispatch import Placement
+from gateway.server.placement import Placement
 from gateway.server.replies import Learn
 from gateway.server.request_record import RequestRecord
 from worker.protocol.internal_request import CACHED_TOKENS_HEADER

@@ -18,8 +18,8 @@ from loadtests.live.prompts import PromptMaker
 from loadtests.streaming_client import timed_stream
 from loadtests.traces import Trace, TraceRequest
 
-# Conversations begin over this share of a run; the rest of it is for their later turns.
-BEGIN_SHARE = 0.5
+# How long a conversation takes, as a share of a run.
+SESSION_SHARE = 0.3
 SESSIONS_MIN = 16
 
 
@@ -32,22 +32,26 @@ def by_session(trace: Trace) -> list[list[TraceRequest]]:
 
 
 def overlapping(trace: Trace, *, rate: float, span_s: float, seed: int) -> Trace:
-    """Conversations that give `rate` requests a second over `span_s`, begun at random in its first half, turns at
-    random intervals: many are open at once, as they are at a service under load. They are whole ones where that
-    leaves at least SESSIONS_MIN, else they end early."""
+    """Conversations that give `rate` requests a second, steadily once the first of them are under way: they begin at
+    random over the whole span, each takes SESSION_SHARE of it with turns at random intervals, and what would come
+    after the span is left out. So the rate rises over the first SESSION_SHARE and stays. They are whole ones where
+    that leaves at least SESSIONS_MIN, else they end early."""
     draw = random.Random(seed)
     sessions = by_session(trace)
     draw.shuffle(sessions)
     turns_max = max(2, int(rate * span_s / SESSIONS_MIN))
+    num_sent = 0
     chosen: list[TraceRequest] = []
     for turns in (session[:turns_max] for session in sessions):
-        if len(chosen) >= rate * span_s:
+        if num_sent >= rate * span_s:
             break
-        at_s, gap_s = draw.uniform(0, BEGIN_SHARE * span_s), (1 - BEGIN_SHARE) * span_s / len(turns)
+        num_sent += len(turns)
+        at_s, gap_s = draw.uniform(0, span_s), SESSION_SHARE * span_s / len(turns)
         for turn in turns:
             chosen.append(replace(turn, at_s=at_s))
             at_s += draw.expovariate(1 / gap_s)
-    return replace(trace, requests=tuple(sorted(chosen, key=lambda request: request.at_s)))
+    return replace(trace, requests=tuple(sorted((request for request in chosen if request.at_s < span_s),
+                                                key=lambda request: request.at_s)))
 
 
 async def saturation_per_s(trace: Trace, url: str, prompts: PromptMaker, *, clients: int, span_s: float) -> float:

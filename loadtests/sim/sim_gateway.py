@@ -11,6 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gateway.routing.busy_steps import BusySteps
+from gateway.routing.cost import CandidateCost
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
 from gateway.routing.others_share import OthersShare
@@ -48,6 +50,8 @@ class Placed:
     worker_id: str
     booking: Booking
     bet: Speculation | None
+    cost: CandidateCost | None
+    at: float
 
 
 class SimGateway:
@@ -65,6 +69,7 @@ class SimGateway:
         self._turn = 0
         self._outputs = OutputLength()
         self._stretch = Stretch()
+        self._busy_steps = BusySteps()
         self._placed: dict[int, Placed] = {}
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
@@ -81,7 +86,8 @@ class SimGateway:
             endpoints=self._views, prompt_tokens=request.prompt_tokens, matches=matches, loads=self._loads,
             expected_output_tokens=self._outputs.expected(""), random_ratio=self._draw.random(), turn=self._turn,
             now=now, shared_ratio=self._ledger.shared_ratio, stretch=self._stretch.ratio,
-            streams_of=self._ledger.streams, lengths=self._outputs.profile(""), chain=hashes), request)
+            streams_of=self._ledger.streams, lengths=self._outputs.profile(""), chain=hashes,
+            busy_step_of=self._busy_steps.step_s), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
@@ -90,6 +96,11 @@ class SimGateway:
     def first_token(self, request: SimRequest, now: float) -> None:
         placed = self._placed[request.index]
         placed.booking.prefill_done(now)
+        cost = placed.cost
+        if cost is not None and not cost.room_s:
+            waited_s = now - placed.at - cost.prefill_s - cost.queue_s
+            self._busy_steps.saw(placed.worker_id, cost.num_active, waited_s, num_steps=cost.num_steps,
+                                 expected_s=cost.steps_s)
         if placed.bet is not None:
             placed.bet.settle(now)
         self._load_changed(placed.worker_id)
@@ -107,6 +118,7 @@ class SimGateway:
         known.epoch += 1
         known.next_seq, known.in_sequence = 0, True
         self._index.purge(worker_id)
+        self._busy_steps.forget(worker_id)
         self._ledger.forget(worker_id, f"{EPOCH} {known.epoch - 1}")
         self._loads.pop(worker_id, None)
         self.reported(worker_id, report)
@@ -187,7 +199,7 @@ class SimGateway:
             for sibling in self._siblings:
                 if sibling is not self:   # told of it, as processes of one gateway tell each other
                     sibling._index.speculate(worker_id, request.hashes, expires_at)
-        self._placed[request.index] = Placed(worker_id, booking, bet)
+        self._placed[request.index] = Placed(worker_id, booking, bet, decision.cost, now)
         self._load_changed(worker_id)
         self.policy.booked(request, worker_id)
 
@@ -222,4 +234,5 @@ class SimGateway:
             waiting_prefill_tokens=max(0, waiting - prefill_done),
             running_prefill_tokens=max(0, report.running_prefill_tokens - max(0, prefill_done - waiting)),
             decode_context_tokens=max(0, report.decode_context_tokens - context_gone),
-            held_tokens_at_report=before.held_tokens - waiting, others_ratio=known.others.ratio)
+            held_tokens_at_report=before.held_tokens - waiting, others_ratio=known.others.ratio,
+            step_tokens=report.step_tokens)

@@ -41,6 +41,7 @@ class Report(NamedTuple):
     blocks_cached: int
     prefill_tokens_per_s: float
     decode_step_s: float
+    step_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -114,7 +115,8 @@ class SimWorker:
         scheduler, pool = self.scheduler, self.pool
         return Report(scheduler.num_running, scheduler.num_waiting, scheduler.waiting_prefill_tokens,
                       scheduler.running_prefill_tokens, scheduler.decode_context_tokens, pool.num_blocks,
-                      pool.num_free, pool.num_idle, self._prefill_tokens / self._prefill_s, self._decode_step_s)
+                      pool.num_free, pool.num_idle, self._prefill_tokens / self._prefill_s, self._decode_step_s,
+                      scheduler.token_budget)
 
     def observe(self) -> None:
         """Bring the scheduler up to the steps that have ended by now."""

@@ -148,6 +148,20 @@ async def test_a_hot_prefix_is_listed_without_text_and_computed_elsewhere_ahead_
     assert orjson.loads(again.body)["cached_tokens"] >= hottest["tokens"] - 1
 
 
+async def test_what_many_ask_for_is_copied_to_an_idle_worker_by_itself(gateway: GatewayUnderTest) -> None:
+    text = "asked for by many: " + TEXT * 4   # enough to be worth a copy
+    holders: list[str] = []
+    for number in range(30):
+        await complete(gateway, text + str(number), max_tokens=200, ignore_eos=True)
+        listed = orjson.loads((await gateway.send("GET", "/admin/cache", headers=ADMIN)).body)["prefixes"]
+        holders = max((prefix["workers"] for prefix in listed if prefix["tokens"] >= 512), key=len, default=[])
+        if len(holders) == 2:
+            break
+    assert len(holders) == 2
+    _, predicted, found = await complete(gateway, text + "last")
+    assert predicted == found >= 512
+
+
 @pytest.mark.parametrize(("payload", "status", "param"), [
     ({"hash": "zz"}, 400, "hash"), ({"hash": "12"}, 404, "hash"), ({}, 400, "hash"), ({"hash": 1}, 400, "hash")])
 async def test_a_prewarm_of_nothing_says_so(gateway: GatewayUnderTest, payload: dict[str, Any], status: int,

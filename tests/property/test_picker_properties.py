@@ -35,7 +35,7 @@ views = st.builds(
     blocks_free=st.integers(0, 1000), blocks_cached=st.integers(0, 1000), num_running=counts, num_waiting=counts,
     waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
     held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10),
-    others_ratio=st.just(0.0) | ratios)
+    others_ratio=st.just(0.0) | ratios, step_tokens=st.sampled_from([0, 16, 512]))
 fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
 inputs = st.builds(
     PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
@@ -44,7 +44,9 @@ inputs = st.builds(
     excluded=st.frozensets(st.sampled_from("abcdefgh"), max_size=3),
     session_endpoint_id=st.none() | st.sampled_from("abcdefgh"), random_ratio=ratios, turn=st.integers(0, 1000),
     stretch=st.floats(1, 20), streams_of=st.dictionaries(st.sampled_from("abcdefgh"), streams).map(
-        lambda there: lambda name: there.get(name, ())))
+        lambda there: lambda name: there.get(name, ())),
+    busy_step_of=st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 2)).map(
+        lambda seen: lambda name, num_active: seen.get(name, 0.0)))
 
 
 def work_of(prompt_tokens: int, output_tokens: int, shared_ratio: float, there: Sequence[Stream] = ()) -> Work:

@@ -63,6 +63,23 @@ def test_an_engine_without_rates_is_judged_by_what_its_streams_take() -> None:
     assert rates(learning, (0.0, 0.0)) == pytest.approx((2000.0, 0.03))
 
 
+def test_waits_at_busy_workers_teach_how_long_a_step_is_there_and_waits_for_memory_do_not() -> None:
+    learning = Learning()
+    decision = pick(PickInput([EndpointView("a", "1", prefill_tokens_per_s=REPORTED[0], decode_step_s=REPORTED[1],
+                                            num_running=4, step_tokens=100)], prompt_tokens=1000, matches={}))
+    assert isinstance(decision, RoutingDecision)
+    expected = decision.cost
+    assert expected is not None
+    learning.first_token(expected._replace(room_s=1.0), time.monotonic() - 50.0)
+    assert learning.busy_steps.step_s("a", 4) == 0.0
+    for _ in range(40):
+        learning.first_token(expected, time.monotonic() - expected.prefill_s - 5.0)
+    assert learning.busy_steps.step_s("a", 4) == pytest.approx(5.0 / expected.num_steps, rel=0.01)
+    stream(learning, first_token_s=0.3, epoch="2")
+    stream(learning, first_token_s=0.3, epoch="3")
+    assert "a" not in learning.busy_steps._shares, "another life"
+
+
 def test_what_is_no_streams_first_token_teaches_nothing() -> None:
     learning = Learning()
     record = RequestRecord("id", "/", model="m", stream=False, worker_id="a", admitted=True, outcome="ok")

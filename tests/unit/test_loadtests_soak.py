@@ -110,7 +110,7 @@ def test_growing_memory_is_not_flat() -> None:
     assert is_flat(lambda at: 200 + at % 4)
     assert is_flat(lambda at: 100 + 100 * (at >= 10)), "caches fill in the first tenth"
     assert not is_flat(lambda at: 100 + 100 * (at >= 40))
-    assert not is_flat(lambda at: 200 + 0.06 * at), "5.4 MiB a run"
+    assert not is_flat(lambda at: 100 + 0.08 * at), "6 of 101 MiB in the judged part of a run"
 
 
 def test_a_run_too_short_to_judge_says_so() -> None:
@@ -122,6 +122,7 @@ def test_a_run_too_short_to_judge_says_so() -> None:
     assert "FAILED: 7 of 9" in verdict(part)
     assert "too short to judge" in verdict(part)
     assert "FAILED no task is left" in verdict(part)
+    assert "flat" not in verdict(part)
 
 
 def test_ports_are_free_apart_and_not_those_of_outgoing_connections() -> None:

@@ -45,6 +45,19 @@ def test_a_slower_tier_lies_between_a_hit_and_computing() -> None:
     assert slow - fast == pytest.approx(SLOW_TIER_RATIO * 30 * 16 / 1000.0)
 
 
+def test_steps_are_as_many_as_the_worker_needs_and_as_long_as_they_took_lately() -> None:
+    busy = LoadView(3, 600, 0)
+    assert cost(view(), load=busy).num_steps == pytest.approx(0.5 + 1600 / 8192)
+    small = cost(view(step_tokens=100), load=busy)
+    assert small.num_steps == pytest.approx(16.5)
+    assert small.steps_s == pytest.approx(16.5 * 0.02)
+    work = Work(1000, 100, busy_step_of=lambda endpoint_id, num_active: {"a": 0.05}[endpoint_id] * num_active)
+    seen = candidate_cost(view(step_tokens=100), NO_MATCH, busy, work, rates=Rates())
+    assert seen.steps_s == pytest.approx(16.5 * 0.15)
+    assert seen.others_s == pytest.approx(small.others_s), "what we do to others is told by steps that only decode"
+    assert cost(view(step_tokens=100)).steps_s == cost(view()).num_steps == 0.0, "nobody is met where nobody runs"
+
+
 def test_the_worked_example_at_the_top_of_the_file() -> None:
     worker = view(prefill_tokens_per_s=4000.0)
     here = cost(worker, Match(50, 0), LoadView(3, 600, 0), expected_output_tokens=128)

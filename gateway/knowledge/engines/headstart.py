@@ -76,6 +76,13 @@ class Rates(msgspec.Struct, frozen=True):
     decode_step_s: float = 0.0
 
 
+class Scheduling(msgspec.Struct, frozen=True):
+    """How it plans its steps. `token_budget`: positions of prompts that one step computes beside decoding; 0 while
+    unknown."""
+
+    token_budget: int = 0
+
+
 AdapterDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -110,6 +117,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     blocks: BlockCounts = BlockCounts()
     load: LoadReport = LoadReport()
     rates: Rates = Rates()
+    scheduling: Scheduling = Scheduling()
 
 
 @dataclass(frozen=True, slots=True)
