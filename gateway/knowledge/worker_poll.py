@@ -82,6 +82,9 @@ class LifeEnded:
     epoch: str
 
 
+_Note = Observation | DrainRequested | DrainLifted | LifeEnded | RemovalRequested
+
+
 class WorkerPoll:
     """Starts the watchers and the keeper; `aclose()` stops them. Needs a running loop.
 
@@ -103,7 +106,7 @@ class WorkerPoll:
         self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
-        self._inbox: asyncio.Queue[Observation | DrainRequested | LifeEnded | RemovalRequested] = asyncio.Queue(
+        self._inbox: asyncio.Queue[_Note] = asyncio.Queue(
             MAX_QUEUED_OBSERVATIONS)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
