@@ -32,7 +32,8 @@ from gateway.check_probe import (
 )
 from worker.protocol.command_line import EXIT_FAILED, EXIT_USAGE, CommandParser
 
-PROBES_PER_WORKER = 8  # fresh prompts sent, per worker, before a worker counts as unreachable through the gateway
+LAPS_AT_ONCE_MAX = 4  # fresh prompts at once, per worker
+PROBE_ROUNDS = 8  # of fresh prompts before a worker counts as unreachable through the gateway
 EVENT_WAIT_S = 0.3  # lets the first answer's blocks reach the gateway's index before the second request
 
 
@@ -200,13 +201,18 @@ async def _check_endpoint(prober: _Prober) -> EndpointCheck:
 
 
 async def _check_workers(prober: _Prober, workers: list[dict[str, Any]]) -> list[WorkerCheck]:
-    """Send fresh templates, as many at once as there are workers, until each ready worker has served one twice."""
+    """Send fresh templates until each ready worker has served one twice.
+
+    As many at once as there are workers, and in each round so many more: a worker that the gateway takes for the
+    slower one gets a prompt as soon as the others have enough of them.
+    """
     wanted = {str(worker["id"]) for worker in workers if worker.get("state") == "ready"}
     seen: dict[str, ProbeResult] = {}
-    for round_number in range(PROBES_PER_WORKER):
+    for round_number in range(PROBE_ROUNDS):
         if not wanted - seen.keys():
             break
-        pairs = await asyncio.gather(*(prober.fresh_pair() for _ in wanted))
+        num_at_once = len(wanted) * min(round_number + 1, LAPS_AT_ONCE_MAX)
+        pairs = await asyncio.gather(*(prober.fresh_pair() for _ in range(num_at_once)))
         for first, second in pairs:
             if second.worker_id is not None and first.worker_id == second.worker_id:
                 seen[second.worker_id] = second

@@ -38,6 +38,11 @@ class Speculation:
         self.expires_at = min(self.expires_at, now + self._ttl_s)
 
     @property
+    def is_held(self) -> bool:
+        """Between hold() and settle()."""
+        return self.expires_at == inf
+
+    @property
     def endpoint_id(self) -> str:
         return self._claims.endpoint_id
 

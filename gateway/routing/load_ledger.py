@@ -242,7 +242,7 @@ class LoadLedger:
 
     def loads(self) -> dict[str, LoadView]:
         """Every endpoint with an account; one that is absent has no load."""
-        return {endpoint_id: account.view() for endpoint_id, account in self._accounts.items()}
+        return {endpoint_id: account._seen or account.view() for endpoint_id, account in self._accounts.items()}
 
     def _open(self, endpoint_id: str, epoch: str) -> Account:
         return Account(epoch)

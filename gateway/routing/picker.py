@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Literal
 
 from msgspec import Struct
@@ -194,23 +193,35 @@ def _usual(given: PickInput) -> list[EndpointView]:
 def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list[int], list[CandidateCost], int]:
     """Positions of those of `views` that may be within a tie of the cheapest, their costs, and the longest match of
     all in tokens."""
-    work = given.work()
+    work, rates = given.work(), _NO_NEED
     matches, loads, session = given.matches or {}, given.loads, given.session_endpoint_id
-    unmeasured = [view for view in views if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0]
-    rates = assumed_rates(views) if unmeasured else _NO_NEED
+    for view in views:
+        if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0:
+            rates = assumed_rates(views)
+            break
     least, most = least_costs(views, matches, loads, work, rates=rates, session=session)
-    priced: dict[int, CandidateCost] = {}
-    reach = inf
-    for at in (least.index(min(least)), *range(len(views))):
-        if least[at] > reach or at in priced:
+
+    def price(view: EndpointView) -> CandidateCost:
+        endpoint_id = view.endpoint_id
+        return candidate_cost(view, matches.get(endpoint_id, NO_MATCH), loads.get(endpoint_id, NO_LOAD), work,
+                              rates=rates, in_session=endpoint_id == session)
+
+    likeliest = least.index(min(least))
+    first = price(views[likeliest])
+    reach = _reach(first.total_s)
+    order: list[int] = []
+    costs: list[CandidateCost] = []
+    for at, least_s in enumerate(least):
+        if at == likeliest:
+            cost = first
+        elif least_s > reach:
             continue
-        view = views[at]
-        cost = priced[at] = candidate_cost(
-            view, matches.get(view.endpoint_id, NO_MATCH), loads.get(view.endpoint_id, NO_LOAD), work, rates=rates,
-            in_session=view.endpoint_id == session)
-        reach = min(reach, _reach(cost.total_s))
-    order = sorted(priced)
-    return order, [priced[at] for at in order], most
+        else:
+            cost = price(views[at])
+            reach = min(reach, _reach(cost.total_s))
+        order.append(at)
+        costs.append(cost)
+    return order, costs, most
 
 
 def _reach(best_s: float) -> float:

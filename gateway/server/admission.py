@@ -211,8 +211,10 @@ class Admission:
 
     def refuse_early(self, line: _Line, tenant: Tenant, priority: int, num_bytes: int) -> None:
         """See Visit."""
+        if not len(line.queue):
+            return
         newcomer = Waiting(tenant.tenant_id, 0, num_bytes, time.monotonic(), tenant.limits.weight, priority)
-        if len(line.queue) and line.queue.is_hopeless(newcomer, line.places.elsewhere()):
+        if line.queue.is_hopeless(newcomer, line.places.elsewhere()):
             raise self._full(self._expected_wait_s(line, tenant))
 
     def give_back(self, line: _Line, tenant_id: str) -> None:

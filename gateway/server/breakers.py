@@ -36,7 +36,7 @@ class Breakers:
     def blocked(self, endpoints: Sequence[Endpoint]) -> frozenset[str]:
         """Those that should not get a request now."""
         for _, breaker in self._breakers.values():
-            if breaker.is_open:
+            if breaker.era and breaker.is_open:  # most have never been open
                 break
         else:
             return _NOBODY

@@ -147,8 +147,7 @@ class Dispatcher:
         return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
 
     def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
-        most = self._max_inflight
-        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= most]
+        full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= self._max_inflight]
         return frozenset(full) if full else _NOBODY
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,

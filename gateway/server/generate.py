@@ -62,7 +62,7 @@ from gateway.server.migration import (
 )
 from gateway.server.prompt_metrics import PromptMemoryCollector
 from gateway.server.prompt_work import PromptWork
-from gateway.server.raw_response import ClientStream, WholeResponse
+from gateway.server.raw_response import ClientStream, EventStream, WholeResponse
 from gateway.server.reading import Given, Intake, Reading
 from gateway.server.replies import Learn, told_in_stream
 from gateway.server.request_log import RequestLog
@@ -276,7 +276,7 @@ class Generate:
     async def _stream(self, request: BaseRequest, intake: Intake, answering: Answering,
                       taken: Taken) -> web.StreamResponse:
         answer, placement = taken.answer, taken.placement
-        response = web.StreamResponse(headers={**_STREAM_HEADERS, **answering.headers})
+        response = EventStream(headers={**_STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
         client = ClientStream(request, response)
         way = way_back(request)

@@ -12,6 +12,7 @@ from gateway.server.foreign import MESSAGES, RESPONSES, Way
 from gateway.server.prompt_work import PromptRequest
 from worker.prompt.foreign_api import ForeignApi
 from worker.prompt.requests import parse_chat, parse_completion, parse_embedding
+from worker.prompt.usual_chat import parse_usual_chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class GenerateRoute:
         return read.body, read.parsed, Way(self.foreign, read.answer)
 
 
-CHAT = GenerateRoute("/v1/chat/completions", parse_chat, "messages")
+CHAT = GenerateRoute("/v1/chat/completions", parse_usual_chat, "messages")
 COMPLETIONS = GenerateRoute("/v1/completions", parse_completion, "prompt")
 EMBEDDINGS = GenerateRoute("/v1/embeddings", parse_embedding, "input")
 EXPRESS_ROUTES = {route.path: route for route in (CHAT, COMPLETIONS)}

@@ -168,8 +168,7 @@ class GatewayMetrics:
         model = self.model_label(record.model)
         self._requests.add((record.route, model, str(record.status)))
         self._duration.observe(duration_s)
-        for stage, seconds in record.stages.items():
-            self._overhead.observe(seconds, (stage,))
+        self._overhead.observe_each(record.stages)
         for reason in record.retries:
             self._retries.labels(reason).inc()
         if record.worker_id is not None and record.reason is not None:
@@ -214,6 +213,7 @@ class GatewayMetrics:
 
     def forget_worker(self, worker_id: str) -> None:
         """Drop the series of a worker that was removed."""
+        self.before_read()  # or what it answered would be counted after
         self._decisions.forget("worker", worker_id)
 
 

@@ -27,9 +27,9 @@ class OpenBet(Struct, frozen=True, gc=False):
     placed_in: PrefixIndex
     speculation: Speculation
 
-    def settle(self) -> None:
+    def settle(self, now: float) -> None:
         """From now on it may expire."""
-        self.speculation.settle(time.monotonic())
+        self.speculation.settle(now)
 
     def withdraw(self) -> None:
         self.placed_in.withdraw(self.speculation)
@@ -80,13 +80,14 @@ class Placement:
 
     def first_byte(self) -> None:
         """The prompt has been computed."""
-        self._booking.prefill_done(time.monotonic())
+        now = time.monotonic()
+        self._booking.prefill_done(now)
         if self.on_first_token is not None:
             self.on_first_token()
             self.on_first_token = None
         self._pass.answered()
         if self._bet is not None:
-            self._bet.settle()
+            self._bet.settle(now)
 
     def succeeded(self) -> None:
         """The worker answered to the end."""
@@ -103,8 +104,8 @@ class Placement:
             self._prefill_timer.cancel()
         self._booking.release()
         self._pass.left()
-        if self._bet is not None:
-            self._bet.settle()
+        if self._bet is not None and self._bet.speculation.is_held:
+            self._bet.settle(time.monotonic())
 
     def abandon(self) -> None:
         """The worker did not take it: nothing of it will be in that cache."""

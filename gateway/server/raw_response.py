@@ -83,6 +83,12 @@ def whole_head(status: int, headers: list[tuple[str, str]], num_body_bytes: int,
     return head_bytes(_STATUS_LINES.get(status, f"HTTP/1.1 {status} "), lines)
 
 
+class EventStream(web.StreamResponse):
+    """A response whose head goes along with the first bytes of its body, in one write."""
+
+    _send_headers_immediately = False
+
+
 class ClientStream:
     """The chunks of a response whose head aiohttp has prepared. write() returns something to await only when the
     client reads more slowly than we write."""

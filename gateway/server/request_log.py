@@ -14,7 +14,8 @@ from gateway.server.request_record import RequestRecord
 from worker.protocol.logs import log_many
 
 FLUSH_S = 0.05
-MAX_PENDING = 256
+# Few enough that nobody who comes meanwhile waits for long: some 20 us each.
+MAX_PENDING = 16
 
 
 class RequestLog:

@@ -7,7 +7,7 @@ count. Must never: take a label that the caller has not bounded.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -57,6 +57,16 @@ class Buckets(Collector):
             counts = self._open(labels)
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[labels] += value
+
+    def observe_each(self, values: Mapping[str, float]) -> None:
+        """observe() each value under its one label."""
+        for label, value in values.items():
+            labels = (label,)
+            counts = self._counts.get(labels)
+            if counts is None:
+                counts = self._open(labels)
+            counts[bisect_left(self._bounds, value)] += 1
+            self._sums[labels] += value
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""

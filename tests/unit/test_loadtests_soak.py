@@ -122,6 +122,7 @@ def test_a_run_too_short_to_judge_says_so() -> None:
     assert "FAILED: 7 of 9" in verdict(part)
     assert "too short to judge" in verdict(part)
     assert "FAILED no task is left" in verdict(part)
+    assert "flat" not in verdict(part)
 
 
 def test_ports_are_free_apart_and_not_those_of_outgoing_connections() -> None:

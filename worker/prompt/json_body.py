@@ -110,7 +110,7 @@ def check_nesting(body: bytes) -> None:
     `body` must be valid JSON. Works on the text, where a level costs one pass in C: only the brackets outside of
     strings are left, and every pass removes the innermost pairs.
     """
-    if _opens_at_most(body, MAX_JSON_DEPTH):
+    if opens_at_most(body, MAX_JSON_DEPTH):
         return
     brackets = _outside_of_strings(body, _NO_BRACKETS_OR_QUOTES, 2 * MAX_JSON_CONTAINERS)
     if brackets is None or len(brackets) > 2 * MAX_JSON_CONTAINERS:
@@ -146,7 +146,7 @@ def _outside_of_strings(body: bytes, unwanted: bytes, limit: int) -> bytes | Non
     return b"".join(kept.split(b'"')[::2])
 
 
-def _opens_at_most(body: bytes, limit: int) -> bool:
+def opens_at_most(body: bytes, limit: int) -> bool:
     """Whether there are few opening brackets, in strings or not. Jumping to each is quicker than counting bytes."""
     left = limit
     for bracket in (b"[", b"{"):

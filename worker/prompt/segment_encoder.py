@@ -55,24 +55,25 @@ class SegmentEncoder:
 
         What `replies` knows takes the ids it has there (reply_stretches.py).
         """
-        split_texts = [self._parts(text, replies) for text in texts]
-        known: dict[str, array[int]] = {}
-        new = [stretch for parts in split_texts for stretch in self._unknown(parts, scope, known)]
-        if new:
-            self._add(new, scope, known)
-        return [self._joined(parts, known) for parts in split_texts]
+        new: list[str] = []
+        looked_up = [self._look_up(self._parts(text, replies), scope, new) for text in texts]
+        known = self._add(new, scope) if new else {}
+        return [_joined(pieces, known) for pieces in looked_up]
+
+    def encode(self, text: str, scope: str = "", replies: Replies | None = None) -> array[int]:
+        """encode_many() of one text."""
+        new: list[str] = []
+        pieces = self._look_up(self._parts(text, replies), scope, new)
+        return _joined(pieces, self._add(new, scope) if new else {})
 
     def encode_if_known(self, text: str, scope: str, max_new_chars: int,
                         replies: Replies | None = None) -> array[int] | None:
         """The ids of a text of which no more than so many characters have to be tokenised; None when it is more."""
-        parts = self._parts(text, replies)
-        known: dict[str, array[int]] = {}
-        new = self._unknown(parts, scope, known)
-        if new:
-            if sum(map(len, new)) > max_new_chars:
-                return None
-            self._add(new, scope, known)
-        return self._joined(parts, known)
+        new: list[str] = []
+        pieces = self._look_up(self._parts(text, replies), scope, new)
+        if new and sum(map(len, new)) > max_new_chars:
+            return None
+        return _joined(pieces, self._add(new, scope) if new else {})
 
     def _parts(self, text: str, replies: Replies | None) -> Parts:
         """Stretches and boundaries in turn, a stretch at both ends; ids in place of the text of a known reply."""
@@ -83,19 +84,29 @@ class SegmentEncoder:
                  (token_ids := replies.get((parts[at - 3] + parts[at - 2] + parts[at - 1], parts[at]))) is not None}
         return [known.get(at, part) for at, part in enumerate(parts)] if known else parts
 
-    def _unknown(self, parts: Parts, scope: str, known: dict[str, array[int]]) -> list[str]:
-        """The stretches that have to be tokenised; `known` is given the ids of the others."""
-        new = []
-        for stretch in parts[::2]:  # between two of them is a boundary
-            if stretch and isinstance(stretch, str) and stretch not in known:
-                found = self.memory.get((scope, stretch))
-                if found is not None:
-                    known[stretch] = found
+    def _look_up(self, parts: Parts, scope: str, new: list[str]) -> Parts:
+        """`parts` with ids in place of the texts, but of those stretches that have to be tokenised: they go to `new`
+        as well."""
+        ids, get = self._ids, self.memory.get
+        pieces: list[str | array[int]] = []
+        is_stretch = False
+        for part in parts:
+            is_stretch = not is_stretch
+            if not isinstance(part, str):
+                pieces.append(part)
+            elif not is_stretch:
+                pieces.append(ids[part])
+            elif part:
+                found = get((scope, part))
+                if found is None:
+                    new.append(part)
+                    pieces.append(part)
                 else:
-                    new.append(stretch)
-        return new
+                    pieces.append(found)
+        return pieces
 
-    def _add(self, new: Sequence[str], scope: str, known: dict[str, array[int]]) -> None:
+    def _add(self, new: Sequence[str], scope: str) -> dict[str, array[int]]:
+        """Tokenise and remember these stretches; their ids."""
         prefixes = self._prefixes
         long = [stretch for stretch in new if len(stretch) >= LONG_CHARS] if prefixes is not None else []
         short = [stretch for stretch in new if len(stretch) < LONG_CHARS] if long else new
@@ -103,19 +114,15 @@ class SegmentEncoder:
         if long and prefixes is not None:
             encoded.update(zip(long, prefixes.encode_many(long, scope), strict=True))
         for stretch, token_ids in encoded.items():
-            known[stretch] = token_ids
             self.memory.put((scope, stretch), token_ids)
+        return encoded
 
-    def _joined(self, parts: Parts, known: Mapping[str, array[int]]) -> array[int]:
-        token_ids, ids = array("I"), self._ids
-        for number, part in enumerate(parts):
-            if not isinstance(part, str):
-                token_ids += part
-            elif number & 1:
-                token_ids += ids[part]
-            elif part:
-                token_ids += known[part]
-        return token_ids
+
+def _joined(pieces: Parts, known: Mapping[str, array[int]]) -> array[int]:
+    token_ids = array("I")
+    for piece in pieces:
+        token_ids += known[piece] if isinstance(piece, str) else piece
+    return token_ids
 
 
 def _alternation(boundaries: Mapping[str, int]) -> str:

@@ -172,8 +172,8 @@ class PromptTokenizer:
                       replies: Replies | None = None) -> array[int]:
         """The ids of a text as u32 without an object each. `scope` names who may notice what was seen before;
         `replies` has stretches that are to keep the spelling of a model's reply."""
-        if replies and self._segments is not None and not add_special_tokens:
-            return self._segments.encode_many([text], scope, replies)[0]
+        if self._segments is not None and not add_special_tokens:
+            return self._segments.encode(text, scope, replies)
         return self._encode_packed([text], add_special_tokens, scope)[0]
 
     def encode_if_known(self, text: str, *, scope: str, max_new_chars: int,

@@ -152,6 +152,8 @@ def block_hashes(token_ids: Sequence[int], scheme: HashScheme, extra_keys: Seque
     block_bytes = scheme.block_size * TOKEN_BYTES
     packed = pack_tokens(token_ids)
     full = packed[: len(packed) - len(packed) % block_bytes]
+    if not extra_keys:
+        return _chain_plain(scheme.root(), full, block_bytes)
     return _chain(scheme.root(), full, block_bytes, _grouped_keys(tuple(extra_keys), scheme.block_size))
 
 

@@ -19,7 +19,7 @@ from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.logs import get_logger
 
 _NOT_HTTP = ("The request is not well-formed HTTP/1.1, or its head is too large (8,190 bytes a line, 128 headers); "
-             "check its request line, headers and how its body is framed.")
+             "check its request line, its headers (Content-Encoding: gzip or deflate) and how its body is framed.")
 # A client's doing, each with a message that may quote what was sent.
 _MISTAKES = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 _log = get_logger("worker.protocol.http_mistakes")

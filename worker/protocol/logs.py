@@ -6,6 +6,7 @@ callers log counts, ids and durations.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -107,6 +108,8 @@ def _renderers(format: str, out: TextIO) -> list[structlog.typing.Processor]:
 def _to_json(event: Any, **_: object) -> str:
     """orjson, or the slower standard library for what orjson refuses (lone surrogates, integers over 64 bits)."""
     try:
-        return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:
+        return orjson.dumps(event, default=repr).decode()
+    except TypeError:  # as with keys that are no text, for which the option costs every line
+        with contextlib.suppress(TypeError):
+            return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
         return json.dumps(event, default=repr)
