@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.model.counter_random import philox4x32, uniform
-from worker.model.sampler import SamplerRow, sample
+from worker.model.sampler import SamplerRow, most_likely, sample
 from worker.prompt.sampling_params import SamplingParams
 
 VOCAB = 400
@@ -32,6 +32,18 @@ def draws(logits: torch.Tensor, count: int, **params: Any) -> Counter[int]:
     """`count` tokens from one row of logits, one output index each."""
     rows = [row(index=index, **params) for index in range(count)]
     return Counter(one.token_id for one in sample(logits.expand(count, -1), rows))
+
+
+@given(rows=st.integers(1, 4), vocab=st.sampled_from([1, 7, 511, 512, 1023, 1024, 1025, 2048, 3000]),
+       seed=st.integers(0, 999), levels=st.sampled_from([2, 5, 1000]), padding=st.sampled_from([0, 64]))
+@settings(max_examples=60, deadline=None)
+def test_the_most_likely_is_the_first_of_the_largest(rows: int, vocab: int, seed: int, levels: int,
+                                                     padding: int) -> None:
+    """Few levels make many equals; padded rows do not lie end to end."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(levels, (rows, vocab + padding), generator=generator).float()[:, :vocab]
+    logits[0, seed % vocab:] = -torch.inf
+    assert most_likely(logits).tolist() == [min(range(vocab), key=lambda i: (-one[i], i)) for one in logits.tolist()]
 
 
 class TestCounterRandom:

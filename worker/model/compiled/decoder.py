@@ -23,7 +23,9 @@ from worker.model.kv_storage import KVStorage
 from worker.model.linear import PANEL_INPUTS, Linear, PackedLinear
 from worker.model.rms_norm import RmsNorm
 
-ROWS_MAX = 16
+ROWS_MAX = 32
+# Beyond so many positions in all, torch reads what sequences have in common faster: once for all of them.
+POSITIONS_MAX = 64 * 1024
 ACTIVATION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu": GELU}
 POSITIONS_GROWTH = 1024     # room for scores grows by so many positions
 
@@ -134,9 +136,14 @@ class CompiledDecoder:
 
     def takes(self, batch: ForwardBatch, storage: KVStorage) -> bool:
         """Few sequences, each with one row, whose logits alone are wanted."""
-        return len(batch.sequences) <= ROWS_MAX and self._reads(storage) and all(
+        sequences = batch.sequences
+        if len(sequences) > ROWS_MAX or not self._reads(storage):
+            return False
+        if len(sequences) > 1 and sum(rows.start for rows in sequences) >= POSITIONS_MAX:
+            return False
+        return all(
             len(rows.token_ids) == 1 and rows.wants_logits and rows.num_scored == 0 and not rows.pools
-            and rows.adapter is None for rows in batch.sequences)
+            and rows.adapter is None for rows in sequences)
 
     def _reads(self, storage: KVStorage) -> bool:
         """Head by head in bf16, blocks of whole registers of keys."""
