@@ -106,7 +106,8 @@ async def soak(part: Part, fleet: Fleet, plans: Iterator[Plan]) -> dict[str, obj
     checks = {
         "every request got its whole answer or a documented error": not tally.num_problems,
         "ledgers are at zero": not any(load.values()), FLAT: is_flat,
-        "no socket is left": after.sockets <= before.sockets, "no task is left": after.tasks <= before.tasks,
+        "no socket is left": after.sockets <= fleet.sockets_max(before),
+        "no task is left": after.tasks <= before.tasks,
         "the gateway lives and has nothing to confess": fleet.gateway.process.poll() is None and not confessions}
     return {**_so_far(part, fleet, tally, seconds), "was_interrupted": interruption.has_come,
             "cpu_us_a_request": {name: round((cpu_s[name] - cpu_before[name]) / tally.num_done * 1e6)

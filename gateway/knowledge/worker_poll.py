@@ -59,6 +59,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainLifted:
+    """An operator wants work sent there again."""
+
+    endpoint_id: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
 class RemovalRequested:
     """An operator wants a worker forgotten. What runs there may end."""
 
@@ -72,6 +80,9 @@ class LifeEnded:
 
     endpoint_id: str
     epoch: str
+
+
+_Note = Observation | DrainRequested | DrainLifted | LifeEnded | RemovalRequested
 
 
 class WorkerPoll:
@@ -95,8 +106,7 @@ class WorkerPoll:
         self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
-        self._inbox: asyncio.Queue[Observation | DrainRequested | LifeEnded | RemovalRequested] = asyncio.Queue(
-            MAX_QUEUED_OBSERVATIONS)
+        self._inbox: asyncio.Queue[_Note] = asyncio.Queue(MAX_QUEUED_OBSERVATIONS)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._context = Context()
@@ -143,6 +153,12 @@ class WorkerPoll:
     async def request_drain(self, endpoint_id: str) -> None:
         """See DrainRequested. Returns once no request of this process goes there any more."""
         request = DrainRequested(endpoint_id)
+        await self._inbox.put(request)
+        await request.done.wait()
+
+    async def lift_drain(self, endpoint_id: str) -> None:
+        """See DrainLifted. Returns once requests of this process may go there, if nothing else is against it."""
+        request = DrainLifted(endpoint_id)
         await self._inbox.put(request)
         await request.done.wait()
 
@@ -194,7 +210,7 @@ class WorkerPoll:
         while True:
             note = await self._inbox.get()
             endpoint = self._table.get(note.endpoint_id)
-            if isinstance(note, DrainRequested):
+            if isinstance(note, DrainRequested | DrainLifted):
                 note.done.set()  # by the time its asker runs, so it is: nothing is awaited on the way
             if isinstance(note, RemovalRequested):
                 await self._forget(note.endpoint_id)
@@ -203,8 +219,8 @@ class WorkerPoll:
             if endpoint is None:
                 continue
             before = endpoint.state, endpoint.detail
-            if isinstance(note, DrainRequested):
-                endpoint.drain_requested = True
+            if isinstance(note, DrainRequested | DrainLifted):
+                endpoint.drain_requested = isinstance(note, DrainRequested)
             elif isinstance(note, LifeEnded):
                 await self._end_life(endpoint, note)
             else:

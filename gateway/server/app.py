@@ -93,7 +93,8 @@ class Gateway:
         self._workforce = Workforce(table, self._poll, self.state.metrics)
         self._together = None if membership is None else Together(
             membership, table, admission=self.state.admission, metrics=self.state.metrics,
-            request_drain=self._poll.request_drain, take_in=self._workforce.take_in)
+            request_drain=self._poll.request_drain, lift_drain=self._poll.lift_drain,
+            take_in=self._workforce.take_in)
         self._attendance = Attendance() if membership is None else SharedAttendance(membership.segment,
                                                                                     membership.seat.row)
         self._doorkeeper: Doorkeeper | None = None
@@ -193,6 +194,7 @@ class Gateway:
                      prompt_work=self._prompt_work, max_body_bytes=config.max_body_bytes).add_to(main)
         ops = OpsRoutes(self.state, self._generate, probes=self._probes, admin_token=self._admin_token.value,
                         request_drain=self._poll.request_drain if together is None else together.drain,
+                        lift_drain=self._poll.lift_drain if together is None else together.lift_drain,
                         prewarmer=self._prewarmer, whole_metrics=None if together is None else together.whole_metrics)
         ops.add_probes(main)
         ops.add_probes(ops_only)

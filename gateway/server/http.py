@@ -52,7 +52,7 @@ class Routes:
         self.root_path = root_path.rstrip("/")
         self._cors_origins = cors_origins
         self._exact: dict[str, dict[str, Handler]] = {}
-        self._prefixes: list[tuple[str, str, Handler]] = []
+        self._prefixes: list[tuple[str, str, str, Handler]] = []
         self._not_offered: set[str] = set()
         self.is_closing: Callable[[], bool] = lambda: False
 
@@ -60,9 +60,9 @@ class Routes:
         """Serve `path` by `handler`."""
         self._exact.setdefault(path, {})[method] = handler
 
-    def add_prefix(self, method: str, prefix: str, handler: Handler) -> None:
-        """Serve every path that begins so and goes on."""
-        self._prefixes.append((method, prefix, handler))
+    def add_prefix(self, method: str, prefix: str, handler: Handler, *, suffix: str = "") -> None:
+        """Serve every path that begins so, goes on, and ends in `suffix`."""
+        self._prefixes.append((method, prefix, suffix, handler))
 
     def add_refusal(self, method: str, path: str, handler: Handler) -> None:
         """Answer `path` with a clear word on why it is not served; the document leaves it out."""
@@ -74,8 +74,8 @@ class Routes:
         for path, handlers in self._exact.items():
             for method in handlers:
                 yield Served(method, path, is_offered=path not in self._not_offered)
-        for method, prefix, _ in self._prefixes:
-            yield Served(method, prefix, is_prefix=True)
+        for method, prefix, suffix, _ in self._prefixes:
+            yield Served(method, f"{prefix}*{suffix}" if suffix else prefix, is_prefix=True)
 
     def path_of(self, request: BaseRequest) -> str:
         """The request's path as the routes know it."""
@@ -133,8 +133,8 @@ class Routes:
         if method in handlers:
             return handlers[method]
         handlers = dict(handlers)
-        for prefix_method, prefix, handler in self._prefixes:
-            if len(path) > len(prefix) and path.startswith(prefix):
+        for prefix_method, prefix, suffix, handler in self._prefixes:
+            if len(path) > len(prefix) + len(suffix) and path.startswith(prefix) and path.endswith(suffix):
                 handlers.setdefault(prefix_method, handler)
         if not handlers:
             raise errors.unknown_path(method, path)

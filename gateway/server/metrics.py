@@ -213,6 +213,7 @@ class GatewayMetrics:
 
     def forget_worker(self, worker_id: str) -> None:
         """Drop the series of a worker that was removed."""
+        self.before_read()  # or what it answered would be counted after
         self._decisions.forget("worker", worker_id)
 
 

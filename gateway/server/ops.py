@@ -27,15 +27,15 @@ from gateway.server.state import GatewayState
 from worker.protocol.api_error import ApiError
 
 WORKERS_PREFIX = "/admin/workers/"
-DRAIN_SUFFIX = "/drain"
+DRAIN_SUFFIX, UNDRAIN_SUFFIX = "/drain", "/undrain"
 
 
 class OpsRoutes:
-    """Adds its routes to a table. `request_drain` hands an operator's wish to the keeper of the endpoint table;
-    `whole_metrics` gives those of all processes, where there are several."""
+    """Adds its routes to a table. `request_drain` and `lift_drain` hand an operator's wish to the keeper of the
+    endpoint table; `whole_metrics` gives those of all processes, where there are several."""
 
     def __init__(self, state: GatewayState, generate: Generate, *, probes: Probes, admin_token: str,
-                 request_drain: Callable[[str], Awaitable[None]],
+                 request_drain: Callable[[str], Awaitable[None]], lift_drain: Callable[[str], Awaitable[None]],
                  prewarmer: Prewarmer, whole_metrics: Callable[[], Awaitable[bytes]] | None = None) -> None:
         self._table = state.table
         self._index = state.index
@@ -48,6 +48,7 @@ class OpsRoutes:
         self._generate = generate
         self._admin_token = admin_token.encode()
         self._request_drain = request_drain
+        self._lift_drain = lift_drain
         self._prewarmer = prewarmer
         self._whole_metrics = whole_metrics
 
@@ -64,7 +65,8 @@ class OpsRoutes:
         """The routes that want the admin token."""
         self._routes = routes
         routes.add("GET", "/admin/workers", self._workers)
-        routes.add_prefix("POST", WORKERS_PREFIX, self._drain)
+        routes.add_prefix("POST", WORKERS_PREFIX, self._drain, suffix=DRAIN_SUFFIX)
+        routes.add_prefix("POST", WORKERS_PREFIX, self._undrain, suffix=UNDRAIN_SUFFIX)
         routes.add("POST", "/admin/explain", self._explain)
         routes.add("GET", "/admin/cache", self._cache)
         routes.add("POST", "/admin/prewarm", self._prewarm)
@@ -84,15 +86,23 @@ class OpsRoutes:
         return json_response({"workers": [self._worker(endpoint) for endpoint in self._table]})
 
     async def _drain(self, request: BaseRequest) -> web.Response:
+        endpoint = self._named(request, DRAIN_SUFFIX)
+        await self._request_drain(endpoint.endpoint_id)
+        return json_response({"id": endpoint.endpoint_id, "state": "draining"}, status=202)
+
+    async def _undrain(self, request: BaseRequest) -> web.Response:
+        endpoint = self._named(request, UNDRAIN_SUFFIX)
+        await self._lift_drain(endpoint.endpoint_id)
+        return json_response({"id": endpoint.endpoint_id, "state": endpoint.state.value})
+
+    def _named(self, request: BaseRequest, suffix: str) -> Endpoint:
+        """The worker that an operator's path names before `suffix`."""
         self.authorise(request)
-        path = self._routes.path_of(request)
-        worker_id = unquote(path.removeprefix(WORKERS_PREFIX).removesuffix(DRAIN_SUFFIX))
-        if not path.endswith(DRAIN_SUFFIX):
-            raise errors.unknown_path("POST", path)
-        if self._table.get(worker_id) is None:
+        worker_id = unquote(self._routes.path_of(request).removeprefix(WORKERS_PREFIX).removesuffix(suffix))
+        endpoint = self._table.get(worker_id)
+        if endpoint is None:
             raise ApiError(404, "worker_not_found", f"There is no worker {worker_id[:200]!r}; see /admin/workers.")
-        await self._request_drain(worker_id)
-        return json_response({"id": worker_id, "state": "draining"}, status=202)
+        return endpoint
 
     async def _cache(self, request: BaseRequest) -> web.Response:
         self.authorise(request)

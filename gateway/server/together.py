@@ -25,7 +25,7 @@ WHOLE_METRICS_TIMEOUT_S = 2.0
 CHANGE_TIMEOUT_S = 5.0  # more than the supervisor gives a process
 _log = get_logger(__name__)
 
-RequestDrain = Callable[[str], Awaitable[None]]
+OfWorker = Callable[[str], Awaitable[None]]
 TakeIn = Callable[[Mapping[str, AddedWorker | None]], Awaitable[None]]
 
 
@@ -33,11 +33,12 @@ class Together:
     """Lives on the event loop; start(), leaving(), aclose()."""
 
     def __init__(self, membership: Membership, table: EndpointTable, *, admission: Admission,
-                 metrics: GatewayMetrics, request_drain: RequestDrain, take_in: TakeIn) -> None:
+                 metrics: GatewayMetrics, request_drain: OfWorker, lift_drain: OfWorker, take_in: TakeIn) -> None:
         self._membership = membership
         self._table = table
         self._metrics = metrics
         self._request_drain = request_drain
+        self._lift_drain = lift_drain
         self._take_in = take_in
         self._loop = asyncio.get_running_loop()
         self._taking_in: set[asyncio.Task[None]] = set()
@@ -65,8 +66,18 @@ class Together:
         endpoint = self._table.get(endpoint_id)
         if endpoint is None or endpoint.epoch is None:
             await self._request_drain(endpoint_id)
-            return
-        count = self._membership.drains.add(endpoint_id, endpoint.epoch)
+        else:
+            await self._known_by_all(endpoint_id, self._membership.drains.add(endpoint_id, endpoint.epoch))
+
+    async def lift_drain(self, endpoint_id: str) -> None:
+        """An operator takes a drain back, for every process; as drain()."""
+        endpoint = self._table.get(endpoint_id)
+        if endpoint is None or endpoint.epoch is None:
+            await self._lift_drain(endpoint_id)
+        else:
+            await self._known_by_all(endpoint_id, self._membership.drains.lift(endpoint_id, endpoint.epoch))
+
+    async def _known_by_all(self, endpoint_id: str, count: int) -> None:
         await self._take_in_drains()
         if not await self._membership.drains.seen_by_all(count):
             _log.warning("drain_unseen", worker=endpoint_id, reason="a process has not acted on it yet; it will "
@@ -126,8 +137,12 @@ class Together:
             drains.seen(count)
             return
         for endpoint in self._table:
-            if endpoint.epoch is not None and not endpoint.drain_requested and drains.holds(endpoint.endpoint_id,
-                                                                                            endpoint.epoch):
+            if endpoint.epoch is None:
+                continue
+            life = endpoint.endpoint_id, endpoint.epoch
+            if not endpoint.drain_requested and drains.holds(*life):
                 await self._request_drain(endpoint.endpoint_id)
+            elif endpoint.drain_requested and drains.is_lifted(*life):
+                await self._lift_drain(endpoint.endpoint_id)
         self._seen = count
         drains.seen(count)

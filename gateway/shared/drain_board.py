@@ -1,7 +1,8 @@
-"""Which lives of which workers an operator drained, for every process of a gateway, also one that starts later.
+"""Which lives of which workers an operator drained, and which of those put back, for every process of a gateway, also
+one that starts later.
 
-Owns: the list in shared memory, written under the lock; the oldest of DRAINS_MAX is forgotten. A drain is for one
-life of a worker: its next life begins without.
+Owns: the list in shared memory, written under the lock; the oldest of DRAINS_MAX words is forgotten. A drain is for
+one life of a worker: its next life begins without.
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ class DrainBoard:
 
     @property
     def count(self) -> int:
-        """Drains so far: when it grows, somebody has asked for one."""
+        """Words on it so far: when it grows, somebody has asked for something."""
         return self._segment.words[_COUNT_AT]
 
     def add(self, endpoint_id: str, epoch: str) -> int:
         """Drain this life of the worker; the count by which everybody will have seen it."""
-        words, at = self._segment.words, self._segment.layout.drains_at
-        with self._segment.locked:
-            words[at + words[_COUNT_AT] % DRAINS_MAX] = _key(endpoint_id, epoch)
-            words[_COUNT_AT] += 1
-            return words[_COUNT_AT]
+        return self._write(_drained(endpoint_id, epoch), instead_of=_lifted(endpoint_id, epoch))
+
+    def lift(self, endpoint_id: str, epoch: str) -> int:
+        """Put this life of the worker back; as add()."""
+        return self._write(_lifted(endpoint_id, epoch), instead_of=_drained(endpoint_id, epoch))
 
     def holds(self, endpoint_id: str, epoch: str) -> bool:
         """Whether this life of the worker is drained."""
-        at = self._segment.layout.drains_at
-        return _key(endpoint_id, epoch) in self._segment.words[at:at + DRAINS_MAX].tolist()
+        return _drained(endpoint_id, epoch) in self._entries()
+
+    def is_lifted(self, endpoint_id: str, epoch: str) -> bool:
+        """Whether this life of the worker was put back after a drain."""
+        return _lifted(endpoint_id, epoch) in self._entries()
 
     def seen(self, count: int) -> None:
         """This process acts on the first `count` drains."""
@@ -53,6 +57,24 @@ class DrainBoard:
             await asyncio.sleep(_POLL_S)
         return True
 
+    def _entries(self) -> list[int]:
+        at = self._segment.layout.drains_at
+        return self._segment.words[at:at + DRAINS_MAX].tolist()
 
-def _key(endpoint_id: str, epoch: str) -> int:
+    def _write(self, entry: int, *, instead_of: int) -> int:
+        words, at = self._segment.words, self._segment.layout.drains_at
+        with self._segment.locked:
+            for index, other in enumerate(self._entries()):
+                if other == instead_of:
+                    words[at + index] = 0
+            words[at + words[_COUNT_AT] % DRAINS_MAX] = entry
+            words[_COUNT_AT] += 1
+            return words[_COUNT_AT]
+
+
+def _drained(endpoint_id: str, epoch: str) -> int:
     return key_of(f"{len(endpoint_id)}:{endpoint_id}{epoch}")
+
+
+def _lifted(endpoint_id: str, epoch: str) -> int:
+    return key_of(f"lifted {len(endpoint_id)}:{endpoint_id}{epoch}")

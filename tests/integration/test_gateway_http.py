@@ -135,12 +135,13 @@ async def test_admin_routes_want_the_token() -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic admin"},
                         {"Authorization": "Bearer"}, {"Authorization": "Bearer admi\xf6n"}):
             for method, path in (("GET", "/admin/workers"), ("POST", "/admin/explain"),
-                                 ("POST", "/admin/workers/x/drain")):
+                                 ("POST", "/admin/workers/x/drain"), ("POST", "/admin/workers/x/undrain")):
                 answer = await gateway.send(method, path, headers=headers)
                 assert (answer.status, answer.error["code"]) == (401, "unauthenticated")
         assert (await gateway.send("GET", "/admin/workers", headers=ADMIN)).status == 200
-        unknown = await gateway.send("POST", "/admin/workers/x/drain", headers=ADMIN)
-        assert unknown.status == 404
+        for verb in ("drain", "undrain"):
+            assert (await gateway.send("POST", f"/admin/workers/x/{verb}", headers=ADMIN)).status == 404
+        assert (await gateway.send("POST", "/admin/workers/x/halt", headers=ADMIN)).status == 405
 
 
 async def test_without_a_configured_token_a_private_file_has_one(tmp_path: Path) -> None:

@@ -213,8 +213,14 @@ async def test_a_drain_holds_in_all_processes_and_in_one_that_starts_later(fresh
     answers = [await fresh.group.chat(f"{number} asks again", key=FREE) for number in range(24)]
     assert not drained.seen
     assert len(set(await fresh.group.process_of(*answers))) > 1
-    await drained.stop()
-    await drained.start()
+    assert (await fresh.group.send("POST", f"/admin/workers/{worker}/undrain", headers=ADMIN)).status == 200
+    await fresh.group.send("POST", f"/admin/workers/{other.url.removeprefix('http://')}/drain", headers=ADMIN)
+    answers = [await fresh.group.chat(f"{number} asks the other", key=FREE) for number in range(24)]
+    assert [len(drained.seen), len(other.seen)] == [24, 48], "each process sends there again, and none to the other"
+    assert len(set(await fresh.group.process_of(*answers))) > 1
+    for stub in (drained, other):
+        await stub.stop()
+        await stub.start()
     await fresh.until_exact()
 
 

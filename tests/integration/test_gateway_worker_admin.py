@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -70,6 +71,19 @@ async def test_what_runs_at_a_removed_worker_ends_well() -> None:
         may_end.set()
         answer = await asking
         assert (answer.status, answer.body.endswith(b"data: [DONE]\n\n")) == (200, True)
+
+
+async def test_a_drained_worker_can_be_put_back() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        worker_id = (await gateway.worker())["id"]
+        for verb, status, state, answered in (("undrain", 200, "ready", 200), ("drain", 202, "draining", 503),
+                                              ("drain", 202, "draining", 503), ("undrain", 200, "ready", 200)):
+            answer = await gateway.send("POST", f"/admin/workers/{worker_id}/{verb}", headers=ADMIN)
+            assert (answer.status, json.loads(answer.body)) == (status, {"id": worker_id, "state": state})
+            assert (await gateway.worker())["state"] == state
+            assert (await gateway.chat()).status == answered
 
 
 async def test_no_worker_can_be_added_where_none_may_be() -> None:

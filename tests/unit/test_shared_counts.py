@@ -150,6 +150,22 @@ def test_a_drain_is_for_one_life_and_the_oldest_is_forgotten(segment: Segment) -
     assert boards[1].holds("other", "0")
 
 
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans()), max_size=20))
+def test_of_a_drain_and_its_lifting_the_last_word_counts(words: list[tuple[str, bool]]) -> None:
+    segment = Segment(new_segment_file(ROWS))
+    board, other = DrainBoard(segment, 0), DrainBoard(segment, 1)
+    last: dict[str, bool] = {}
+    for number, (worker, is_drain) in enumerate(words, 1):
+        assert (board.add if is_drain else board.lift)(worker, "1") == number
+        last[worker] = is_drain
+        for name in "ab":
+            assert other.holds(name, "1") == last.get(name, False)
+            assert other.is_lifted(name, "1") == (not last.get(name, True))
+            assert not other.holds(name, "2")
+            assert not other.is_lifted(name, "2")
+    segment.close()
+
+
 async def test_a_drain_is_waited_for_until_every_living_process_has_seen_it(
         segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_board, "SEEN_WITHIN_S", 0.1)
