@@ -6,17 +6,20 @@ busy one has few, and knows nothing of others that use the same cores.
 
 A step is taken to cost a share for each request there and as much again as FIXED_STREAMS of them, so that what was
 seen with few says something about many before they are there. An endpoint of which nothing has been seen is as the
-others are. Each observation counts NEWEST_WEIGHT, less when it met less than a step of its own beyond the one under
-way (a short wait has many causes), and is taken to be off by CHANGE_MAX at most: a stray one does little, a worker
-that slows down shows within a few requests.
+others are. An observation counts for the less, the less of the wait steps were expected to be, or where it met less
+than a step of its own beyond the one under way: such waits are late for other causes. And it is taken to be off by
+CHANGE_MAX at most: a stray one does little, a worker that slows down shows within a few requests.
 """
 
 from __future__ import annotations
 
-STEP_UNDER_WAY = 0.5   # of a step, in the mean: what every prompt meets where streams run
+from gateway.routing.cost import STEP_UNDER_WAY, CandidateCost
+
 FIXED_STREAMS = 8
-NEWEST_WEIGHT = 0.3
+NEWEST_WEIGHT = 0.4
 CHANGE_MAX = 3.0
+# From this share of a wait on, steps are what it tells of.
+WHOLE_SHARE = 0.25
 
 
 class BusySteps:
@@ -30,16 +33,18 @@ class BusySteps:
         """A step with so many requests there; 0.0 when nothing has been seen anywhere."""
         return self._shares.get(endpoint_id, self._share_of_all) * (num_active + FIXED_STREAMS)
 
-    def saw(self, endpoint_id: str, num_active: int, seconds: float, *, num_steps: float, expected_s: float) -> None:
-        """A prompt met so many steps with so many requests there, and they took so many seconds, where `expected_s`
-        was expected; less than nothing, when prompts were computed faster than was thought."""
-        if num_steps <= STEP_UNDER_WAY or expected_s <= 0:
+    def saw(self, expected: CandidateCost, first_token_s: float) -> None:
+        """A first token took so long, where `expected` was reckoned."""
+        num_own = expected.num_steps - STEP_UNDER_WAY
+        if num_own <= 0 or expected.steps_s <= 0 or expected.room_s:   # waiting for memory says nothing about steps
             return
-        per_share = num_steps * (num_active + FIXED_STREAMS)
-        seen, expected = seconds / per_share, expected_s / per_share
-        weight = NEWEST_WEIGHT * min(1.0, num_steps - STEP_UNDER_WAY)
-        of_all = self._share_of_all or expected
-        self._shares[endpoint_id] = _moved(self._shares.get(endpoint_id, of_all), seen, weight)
+        prompts_s = expected.prefill_s + expected.queue_s
+        weight = NEWEST_WEIGHT * min(1.0, num_own) * min(1.0, expected.steps_s / (expected.steps_s + prompts_s)
+                                                         / WHOLE_SHARE)
+        num_shares = expected.num_steps * (expected.num_active + FIXED_STREAMS)
+        seen = (first_token_s - prompts_s) / num_shares
+        of_all = self._share_of_all or expected.steps_s / num_shares
+        self._shares[expected.endpoint_id] = _moved(self._shares.get(expected.endpoint_id, of_all), seen, weight)
         self._share_of_all = _moved(of_all, seen, weight)
 
     def forget(self, endpoint_id: str) -> None:

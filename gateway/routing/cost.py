@@ -44,7 +44,6 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from gateway.routing.busy_steps import STEP_UNDER_WAY
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
@@ -60,6 +59,8 @@ ATTENTION_DOUBLING_TOKENS = 16384
 SLOW_TIER_RATIO = 0.1
 # Positions of prefill that share a step with the decoding streams, of a worker that does not say.
 BATCH_TOKENS = 8192
+# Of the step that runs when a prompt arrives, in the mean.
+STEP_UNDER_WAY = 0.5
 # One stream's least share of a decode step.
 STREAM_STEP_SHARE = 0.02
 # A second of others' streams against a second until a first token.

@@ -70,10 +70,7 @@ class Learning:
 
     def first_token(self, expected: CandidateCost, placed_at: float) -> None:
         """A stream's first token came just now; `expected` of the worker when it was chosen, at `placed_at`."""
-        if not expected.room_s:   # waiting for memory says nothing about speed
-            waited_s = time.monotonic() - placed_at - expected.prefill_s - expected.queue_s
-            self.busy_steps.saw(expected.endpoint_id, expected.num_active, waited_s,
-                                num_steps=expected.num_steps, expected_s=expected.steps_s)
+        self.busy_steps.saw(expected, time.monotonic() - placed_at)
 
     def ended(self, record: RequestRecord) -> None:
         """Compare what came with what was expected. A stream's first byte is its first token; other answers', not."""

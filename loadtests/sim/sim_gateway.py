@@ -96,11 +96,8 @@ class SimGateway:
     def first_token(self, request: SimRequest, now: float) -> None:
         placed = self._placed[request.index]
         placed.booking.prefill_done(now)
-        cost = placed.cost
-        if cost is not None and not cost.room_s:
-            waited_s = now - placed.at - cost.prefill_s - cost.queue_s
-            self._busy_steps.saw(placed.worker_id, cost.num_active, waited_s, num_steps=cost.num_steps,
-                                 expected_s=cost.steps_s)
+        if placed.cost is not None:
+            self._busy_steps.saw(placed.cost, now - placed.at)
         if placed.bet is not None:
             placed.bet.settle(now)
         self._load_changed(placed.worker_id)

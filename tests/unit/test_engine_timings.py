@@ -76,6 +76,18 @@ def test_a_mixed_step_charges_decode_rows_apart() -> None:
     assert rates.prefill_tokens_per_s == 100.0
 
 
+def test_more_decode_rows_than_ever_decoded_alone_are_no_slower_prefill() -> None:
+    rates = EngineRates()
+    rates.observe(prefill_tokens=1000, decode_rows=0, step_s=1.0)
+    rates.observe(prefill_tokens=0, decode_rows=1, step_s=0.09)
+    for _ in range(20):
+        rates.observe(prefill_tokens=100, decode_rows=28, step_s=0.1 + 4 * 0.09)
+    assert rates.prefill_tokens_per_s == pytest.approx(1000.0, rel=0.01), "36 rows for 9"
+    assert rates.decode_step_s == 0.09
+    rates.observe(prefill_tokens=100, decode_rows=28, step_s=0.1)
+    assert rates.prefill_tokens_per_s < 1300, "a step is never all decoding"
+
+
 def test_tiny_prefills_and_idle_steps_measure_nothing() -> None:
     rates = EngineRates()
     rates.observe(prefill_tokens=1, decode_rows=0, step_s=0.5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 PHASES = ("queue", "allocate", "prefill", "recompute", "sample")
 PREFILL_SAMPLE_TOKENS_MIN = 32      # smaller prefill shares measure overhead, not speed
 RATE_DECAY = 0.9                    # weight of the past at every new observation: about the last ten count
+FIXED_ROWS = 8                      # what a decode step takes whatever its batch, in rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +91,25 @@ class EngineRates:
     """Running estimates that routing needs: prefill tokens per second and seconds of a decode step.
 
     Steps that only decode measure the second; steps with a real share of prefill measure the first, the time of the
-    decode rows in them taken off. Observations decay, so a change of load shows within about ten steps.
+    decode rows in them taken off: as long as rows alone took lately, longer where they are more now, as if FIXED_ROWS
+    came on top of any number. Observations decay, so a change of load shows within about ten steps.
     """
 
     def __init__(self) -> None:
         self._prefill_tokens = 0.0
         self._prefill_s = 0.0
         self._decode_step_s: float | None = None
+        self._decode_rows = 0.0
 
     def observe(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
         if prefill_tokens == 0 and decode_rows > 0:
             past = step_s if self._decode_step_s is None else self._decode_step_s
             self._decode_step_s = RATE_DECAY * past + (1 - RATE_DECAY) * step_s
+            self._decode_rows = RATE_DECAY * (self._decode_rows or decode_rows) + (1 - RATE_DECAY) * decode_rows
         elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
-            decode_s = self.decode_step_s if decode_rows else 0.0
-            own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)
+            growth = (decode_rows + FIXED_ROWS) / (self._decode_rows + FIXED_ROWS)
+            decode_s = self.decode_step_s * max(1.0, growth) if decode_rows else 0.0
+            own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 4)
             self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
             self._prefill_s = RATE_DECAY * self._prefill_s + own_s
 
