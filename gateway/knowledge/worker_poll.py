@@ -106,8 +106,7 @@ class WorkerPoll:
         self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
-        self._inbox: asyncio.Queue[_Note] = asyncio.Queue(
-            MAX_QUEUED_OBSERVATIONS)
+        self._inbox: asyncio.Queue[_Note] = asyncio.Queue(MAX_QUEUED_OBSERVATIONS)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._context = Context()

@@ -44,23 +44,21 @@ class Shortcut:
             passing = transcript.passing_whole(chunk)
         if passing is None or (passing and not self._send(passing, framed if passing is chunk else None)):
             return False
-        self._came.append(chunk)
         self._passed.append(passing)
+        if transcript is not None:
+            self._came.append(chunk)
         self.num_chunks += 1
         self.last_chunk_at = time.monotonic()
-        if framed is None or len(self._came) >= UNSETTLED_MAX:
+        if framed is None or len(self._passed) >= UNSETTLED_MAX:
             self.settle()
         return True
 
     def settle(self) -> None:
         """Have tail and transcript remember what has passed."""
-        if not self._came:
-            return
-        came, passed, transcript = self._came, self._passed, self._transcript
-        self._came, self._passed = [], []
-        if transcript is not None:
-            for chunk in came:
-                transcript.keep(chunk)
-        for chunk in passed:
-            if chunk:
-                self._tail.feed(chunk)
+        if self._came and self._transcript is not None:
+            self._transcript.keep(b"".join(self._came))
+            self._came = []
+        if self._passed:
+            passed, self._passed = b"".join(self._passed), []
+            if passed:
+                self._tail.feed(passed)

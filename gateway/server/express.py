@@ -128,16 +128,18 @@ class Express:
             if passenger not in under_way:
                 continue
             try:
-                if step(passenger):
-                    going_on.append(passenger)
-                else:
-                    passenger.hand_over()
+                goes_on = step(passenger)
             except ApiError as error:
                 passenger.refuse(error)
             except Exception:
                 record = passenger.record
                 _log.exception("internal_error", request_id=record.request_id, path=record.route)
                 passenger.refuse(errors.internal_error(record.request_id))
+            else:
+                if goes_on:
+                    going_on.append(passenger)
+                else:
+                    passenger.hand_over()
         return going_on
 
     def left(self, passenger: Passenger, outcome: str) -> None:

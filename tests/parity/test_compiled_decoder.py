@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.paged_runs import PagedRun
 from tests.support.tiny_models import WINDOW, tiny_model_folder, tiny_token_ids, write_tiny_model
 from worker.model import compiled_loading
-from worker.model.compiled_loading import compile_decoder
+from worker.model.compiled_loading import compile_decoder, place_for_code
 from worker.model.forward_batch import SequenceRows
 from worker.model.linear import PackedLinear, multiplies_bf16, panels_address
 from worker.model.loader import load_model, resolve_model
@@ -203,6 +204,13 @@ def test_without_numba_torch_serves_the_same(monkeypatch: pytest.MonkeyPatch,
     found = run.step(*decoding(run, [40, 50]))
     exact = torch.stack([exact_logits("gemma3", salt)[length - 1] for salt, length in enumerate([40, 50])])
     assert rms(found - exact) <= 0.1 * rms(exact)
+
+
+def test_code_is_kept_only_where_a_folder_can_be_made(tmp_path: Path) -> None:
+    assert Path(place_for_code(tmp_path)).parent == tmp_path
+    assert Path(place_for_code(tmp_path)).is_dir()
+    (tmp_path / "file").touch()
+    assert place_for_code(tmp_path / "file") == ""
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def compile_decoder(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> Co
     except ImportError:
         logger.info("decoding runs through torch: numba is not installed")
         return None
-    numba.config.CACHE_DIR = str(cache / f"compiled-{_source_digest()}")
+    numba.config.CACHE_DIR = place_for_code(cache)
     from worker.model.compiled.decoder import CompiledDecoder, NotCompiled
 
     try:
@@ -59,6 +60,16 @@ def compile_decoder(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> Co
             return decoder
         logger.warning("decoding runs through torch: compiled code is off by %.2f of the logits' spread", off)
     return None
+
+
+def place_for_code(cache: Path) -> str:
+    """The folder where code is kept, which is there then; "" where none can be made: compiled anew at each start."""
+    folder = cache / f"compiled-{_source_digest()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return ""
+    return str(folder) if os.access(folder, os.W_OK) else ""
 
 
 def _source_digest() -> str:

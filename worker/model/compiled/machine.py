@@ -38,8 +38,9 @@ def compiled_in_order(function: Function) -> Function:
 
 
 def compiled_and_kept(function: Function) -> Function:
-    """The same, its code kept in numba's cache with that of all it calls."""
-    made: Function = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, cache=True)(function)
+    """The same, its code kept with that of all it calls where numba was told a folder for it, and nowhere else."""
+    made: Function = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True,
+                                cache=bool(numba.config.CACHE_DIR))(function)
     return made
 
 

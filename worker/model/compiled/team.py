@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-LOOKS_MAX = 20_000      # about a millisecond
+LOOKS_MAX = 20_000      # some tenths of a millisecond
 Part = Callable[[int], None]
 
 
