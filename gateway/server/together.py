@@ -63,21 +63,20 @@ class Together:
 
     async def drain(self, endpoint_id: str) -> None:
         """An operator's drain, for every process; returns once all act on it."""
-        endpoint = self._table.get(endpoint_id)
-        if endpoint is None or endpoint.epoch is None:
-            await self._request_drain(endpoint_id)
-        else:
-            await self._known_by_all(endpoint_id, self._membership.drains.add(endpoint_id, endpoint.epoch))
+        await self._tell_all(endpoint_id, self._membership.drains.add, otherwise=self._request_drain)
 
     async def lift_drain(self, endpoint_id: str) -> None:
         """An operator takes a drain back, for every process; as drain()."""
+        await self._tell_all(endpoint_id, self._membership.drains.lift, otherwise=self._lift_drain)
+
+    async def _tell_all(self, endpoint_id: str, write: Callable[[str, str], int], *,
+                        otherwise: Callable[[str], Awaitable[None]]) -> None:
+        """Write it on the board for the life that the worker has; of one that has none only this process knows."""
         endpoint = self._table.get(endpoint_id)
         if endpoint is None or endpoint.epoch is None:
-            await self._lift_drain(endpoint_id)
-        else:
-            await self._known_by_all(endpoint_id, self._membership.drains.lift(endpoint_id, endpoint.epoch))
-
-    async def _known_by_all(self, endpoint_id: str, count: int) -> None:
+            await otherwise(endpoint_id)
+            return
+        count = write(endpoint_id, endpoint.epoch)
         await self._take_in_drains()
         if not await self._membership.drains.seen_by_all(count):
             _log.warning("drain_unseen", worker=endpoint_id, reason="a process has not acted on it yet; it will "
