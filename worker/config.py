@@ -49,6 +49,8 @@ class WorkerConfig:
     kv_memory: str = setting("1GiB", check=_kv_memory_problem,
                              help="KV memory: bytes such as 2GiB, or a share of what is free such as 0.9")
     kv_dtype: str = setting("auto", help="auto, float32, bfloat16 or float16")
+    weight_dtype: str = setting("auto", choices=("auto", "int8"),
+                                help="int8: weights rounded to 8 bits, tokens for a few streams sooner")
     exactness: str = setting("fast", choices=("strict", "fast"),
                              help="strict: cached and computed answers are equal bit for bit, slower")
     kv_cache: str = setting("full", choices=("full", "decode", "off"),

@@ -221,7 +221,7 @@ class Engine:
             self.scheduler.pace = self._pacer.pace
         if not chunks:
             context = sum(share.start + 1 for share in plan.sequences)
-            self._bandwidth.observe(num_bytes=self._spec.weights_bytes + context * self._spec.kv_bytes_per_token,
+            self._bandwidth.observe(num_bytes=self._spec.weights_read_bytes + context * self._spec.kv_bytes_per_token,
                                     step_s=step_s)
         self._rates.observe(prefill_tokens=sum(num_tokens for _, num_tokens in chunks), decode_rows=decode_rows,
                             step_s=step_s)
@@ -298,6 +298,7 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         folder=str(parts.folder.path), model=config.served_name or parts.folder.name, hash_scheme=pool.scheme,
         num_blocks=pool.num_blocks, block_size=pool.block_size, max_context=parts.scheduler.max_context,
         vocab_size=spec.vocab_size, eos_token_ids=parts.eos_token_ids, device=spec.device, dtype=spec.dtype,
+        weight_dtype=spec.weight_dtype or spec.dtype,
         kv_dtype=spec.kv_dtype, kv_bytes_per_token=spec.kv_bytes_per_token, exactness=config.exactness,
         prefill_tokens_per_s=parts.rates.prefill_tokens_per_s, decode_step_s=parts.rates.decode_step_s,
         token_budget=parts.scheduler.token_budget, weights_bytes=spec.weights_bytes,

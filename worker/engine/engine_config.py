@@ -18,7 +18,7 @@ class EngineConfig:
     keeps K/V for the running sequence only, "off" recomputes the whole sequence at every token; the last two exist
     for measuring and as oracles. `threads` 0 lets the engine choose. `target_itl_ms` is what prefill may add to the
     gap between two tokens of a decoding sequence, 0: no bound. `batching` "static" is for measuring. `lora` are
-    adapters as name=DIR.
+    adapters as name=DIR. `weight_dtype` "int8" rounds weights to 8 bits, "auto" leaves them as the device computes.
     """
 
     model: str = "smollm2"
@@ -40,3 +40,4 @@ class EngineConfig:
     batching: str = "continuous"
     cache_dir: Path | None = None
     lora: tuple[str, ...] = ()
+    weight_dtype: str = "auto"

@@ -76,7 +76,7 @@ class EngineReady:
     `token_budget` is how many prompt positions a step computes beside decoding, at the beginning of a prompt.
     `activation_bytes` is what a whole step was seen to need beside weights and KV, `other_bytes` what the process
     holds besides, `read_bytes_per_s` how fast the device's memory was read.
-    `adapters`: name and content digest of each.
+    `adapters`: name and content digest of each. `weight_dtype`: what the weights were rounded to.
     """
 
     folder: str
@@ -101,6 +101,7 @@ class EngineReady:
     other_bytes: int = 0
     read_bytes_per_s: float = 0.0
     adapters: tuple[tuple[str, bytes], ...] = ()
+    weight_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,9 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     try:
         folder = resolve_model(config.model, cache_dir=config.cache_dir, chat_template=config.chat_template)
         adapters = _read_adapters(config, folder)
-        model = load_model(folder, kv_dtype=config.kv_dtype, device=config.device, exactness=config.exactness,
-                           block_size=config.block_size, adapters=adapters, cache_dir=config.cache_dir)
+        model = load_model(folder, dtype=config.weight_dtype, kv_dtype=config.kv_dtype, device=config.device,
+                           exactness=config.exactness, block_size=config.block_size, adapters=adapters,
+                           cache_dir=config.cache_dir)
         bundle = _read_tokenizer(config, folder)
         block_bytes = model.spec.kv_bytes_per_token * config.block_size
         num_blocks = num_kv_blocks(config.kv_memory, block_bytes=block_bytes,
@@ -130,8 +131,9 @@ def _measure_pace(config: EngineConfig, warm_up: WarmUp) -> Pacer | None:
 
 def hash_scheme(config: EngineConfig, folder: ModelFolder, model: PagedModel, bundle: TokenizerBundle) -> HashScheme:
     """What this worker's block hashes stand for: everything that its K/V depend on."""
+    read_as = filter(None, (model.spec.dtype, model.spec.weight_dtype))
     return HashScheme(block_size=config.block_size, seed=config.hash_seed, model=folder.name,
-                      weights=f"{folder.weights_revision}/{model.spec.dtype}",
+                      weights="/".join((folder.weights_revision, *read_as)),
                       tokenizer=bundle.tokenizer_digest, template=bundle.template_digest,
                       kv_dtype=model.spec.kv_dtype, exactness=config.exactness)
 

@@ -22,6 +22,7 @@ from worker.model.fast_attention import FastAttention
 from worker.model.forward_batch import ForwardBatch, SequenceRows
 from worker.model.kv_storage import KVStorage
 from worker.model.linear import multiplies_bf16
+from worker.model.model_error import ModelError
 from worker.model.model_spec import LayerGeometry, ModelSpec
 
 if TYPE_CHECKING:
@@ -30,36 +31,57 @@ if TYPE_CHECKING:
 # What is read faster than numba is imported.
 SMALLEST_WEIGHTS_BYTES = 32 * 2**20
 BLOCK_SIZE = 16
+INT8 = "int8"
 # Rounding over a whole model is up to a tenth of the logits' spread; a part that is wrong is far beyond.
 TOLERANCE = 0.3
 logger = logging.getLogger("headstart.model")
 
 
+class _LeftToTorch(Exception):
+    """Why. `is_a_fault`: something else than a model or machine of another kind."""
+
+    def __init__(self, why: str, *, is_a_fault: bool = False) -> None:
+        super().__init__(why)
+        self.is_a_fault = is_a_fault
+
+
 def compile_decoder(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> CompiledDecoder | None:
-    """A compiled decoder that reads `compact`'s weights; its code is kept under `cache` for the next start."""
-    if spec.weights_bytes < SMALLEST_WEIGHTS_BYTES or spec.dtype != "bfloat16" or sys.platform != "linux" \
-            or not multiplies_bf16(torch.device(spec.device)):
+    """A compiled decoder that reads `compact`'s weights; its code is kept under `cache` for the next start.
+
+    ModelError where weights are to be read in 8 bits, which torch does not do.
+    """
+    try:
+        return _compiled(compact, spec, cache)
+    except _LeftToTorch as left:
+        if spec.weight_dtype == INT8:
+            raise ModelError(f"--weight-dtype int8 is not for this model on this machine: {left}; "
+                             "use --weight-dtype auto") from None
+        logger.log(logging.WARNING if left.is_a_fault else logging.INFO, "decoding runs through torch: %s", left)
         return None
+
+
+def _compiled(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> CompiledDecoder:
+    if spec.weights_bytes < SMALLEST_WEIGHTS_BYTES:
+        raise _LeftToTorch(f"its weights are less than {SMALLEST_WEIGHTS_BYTES >> 20} MiB")
+    if spec.dtype != "bfloat16" or sys.platform != "linux" or not multiplies_bf16(torch.device(spec.device)):
+        raise _LeftToTorch("only bf16 on a CPU with AVX512-BF16 under Linux is decoded otherwise")
     try:
         import numba
     except ImportError:
-        logger.info("decoding runs through torch: numba is not installed")
-        return None
+        raise _LeftToTorch("numba is not installed") from None
     numba.config.CACHE_DIR = place_for_code(cache)
     from worker.model.compiled.decoder import CompiledDecoder, NotCompiled
 
     try:
-        decoder = CompiledDecoder(compact, num_threads=torch.get_num_threads())
+        decoder = CompiledDecoder(compact, num_threads=torch.get_num_threads(), is_int8=spec.weight_dtype == INT8)
         off = _distance(decoder, compact, spec.layers)
     except NotCompiled as reason:
-        logger.info("decoding runs through torch: %s", reason)
+        raise _LeftToTorch(str(reason)) from None
     except Exception as error:      # of numba's many: this machine's compiler is not a reason not to serve
-        logger.warning("decoding runs through torch: its code could not be compiled: %r", error)
-    else:
-        if off <= TOLERANCE:
-            return decoder
-        logger.warning("decoding runs through torch: compiled code is off by %.2f of the logits' spread", off)
-    return None
+        raise _LeftToTorch(f"its code could not be compiled: {error!r}", is_a_fault=True) from error
+    if not off <= TOLERANCE:        # NaN is not
+        raise _LeftToTorch(f"compiled code is off by {off:.2f} of the logits' spread", is_a_fault=True)
+    return decoder
 
 
 def place_for_code(cache: Path) -> str:

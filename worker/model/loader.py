@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from worker.model.attention import ATTENTION_NAME, register_attention
 from worker.model.compact_builder import NotCompact, build_compact
 from worker.model.compact_decoder import CompactDecoder
-from worker.model.compiled_loading import compile_decoder
+from worker.model.compiled_loading import BLOCK_SIZE, INT8, compile_decoder
 from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
 from worker.model.latent_attention import keep_latents
@@ -73,7 +74,7 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
                cache_dir: Path | None = None) -> PagedModel:
     """Load the weights and wire our paged attention and the adapters in. Raises ModelError, one line.
 
-    Compiled code is kept in `cache_dir`.
+    `dtype` "int8" computes like "auto", with weights rounded to 8 bits. Compiled code is kept in `cache_dir`.
     """
     if exactness not in ("fast", "strict"):
         raise ModelError(f"--exactness {exactness!r} is unknown; choose fast or strict")
@@ -82,8 +83,11 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
     config = read_config(folder.path)
     _refuse_unsupported(config)
     torch_device = _device_of(device)
-    torch_dtype = _dtype_of(dtype, exactness, torch_device)
+    is_int8 = dtype == INT8
+    torch_dtype = _dtype_of("auto" if is_int8 else dtype, exactness, torch_device)
     stored_as = _kv_dtype_of(kv_dtype, torch_dtype)
+    if is_int8:
+        _check_int8(exactness, stored_as, torch_device, block_size)
     model = _load_weights(folder, torch_dtype, torch_device)
     if exactness == "strict":
         use_strict_experts(model)
@@ -93,7 +97,8 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
         vocab_size=int(model.config.vocab_size), eos_token_ids=_eos_token_ids(model),
         kv_bytes_per_token=sum(layer.elements_per_token() for layer in layers) * stored_as.itemsize,
         dtype=_name_of(torch_dtype), kv_dtype=_name_of(stored_as), device=str(torch_device),
-        weights_bytes=sum(parameter.nbytes for parameter in model.parameters()))    # a tied head's counts once
+        weights_bytes=sum(parameter.nbytes for parameter in model.parameters()),    # a tied head's counts once
+        weight_dtype=INT8 if is_int8 else "")
     for adapter in adapters:
         check_fits(adapter, model.get_submodule)
     layers_path = _layers_path(model)
@@ -101,6 +106,12 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
     if exactness == "fast":
         model, compact = _compact(folder, model)
     few_rows = None if compact is None else compile_decoder(compact, spec, cache_dir or default_cache_dir())
+    if is_int8:
+        if few_rows is None:
+            raise ModelError(f"--weight-dtype int8 is not for {folder.name}: it runs through transformers' "
+                             "modules; use --weight-dtype auto")
+        spec = replace(spec, weights_bytes=spec.weights_bytes + few_rows.int8_bytes,
+                       int8_bytes=few_rows.int8_bytes)
     lora = None
     if adapters:
         lora = LoraLayers(adapters, dtype=torch_dtype, device=torch_device, computes_all_rows=exactness == "strict")
@@ -110,6 +121,21 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
             compact = adapt_compact(compact, lora, prefix=layers_path)
     return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact, adapters=lora,
                       few_rows=few_rows)
+
+
+def _check_int8(exactness: str, kv_dtype: torch.dtype, device: torch.device, block_size: int) -> None:
+    """ModelError where other settings do not go with weights in 8 bits: nothing would read them."""
+    if exactness == "strict":
+        raise ModelError("--weight-dtype int8 does not go with --exactness strict, which computes in float32; "
+                         "use --exactness fast")
+    if not multiplies_bf16(device):
+        raise ModelError(f"--weight-dtype int8 needs a CPU that multiplies bfloat16, which {device} is not; "
+                         "use --weight-dtype auto")
+    if kv_dtype != torch.bfloat16:
+        raise ModelError(f"--weight-dtype int8 needs K/V in bfloat16, not {_name_of(kv_dtype)}; use --kv-dtype auto")
+    if block_size % BLOCK_SIZE:
+        raise ModelError(f"--weight-dtype int8 needs a --block-size that is a multiple of {BLOCK_SIZE}, "
+                         f"not {block_size}")
 
 
 def _layers_path(model: Any) -> str:
@@ -214,7 +240,7 @@ def _device_of(device: str) -> torch.device:
 
 def _dtype_of(dtype: str, exactness: str, device: torch.device) -> torch.dtype:
     if dtype not in ("auto", *_KV_DTYPES):
-        raise ModelError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(_KV_DTYPES)}")
+        raise ModelError(f"dtype {dtype!r} is unknown; choose auto, int8, {', '.join(_KV_DTYPES)}")
     if exactness == "strict":
         if dtype not in ("auto", "float32"):
             raise ModelError(f"--exactness strict computes in float32, not {dtype}; use --exactness fast")

@@ -25,7 +25,11 @@ class LayerGeometry:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A loaded model in numbers. `dtype` and `kv_dtype` are torch's names without the prefix ("bfloat16")."""
+    """A loaded model in numbers. `dtype` and `kv_dtype` are torch's names without the prefix ("bfloat16").
+
+    `weight_dtype` is "int8" where weights were rounded to 8 bits, else "": they are what `dtype` says.
+    `weights_bytes` is what they take in memory, `int8_bytes` of that what holds them in 8 bits, besides.
+    """
 
     name: str
     layers: tuple[LayerGeometry, ...]
@@ -37,6 +41,13 @@ class ModelSpec:
     kv_dtype: str
     device: str
     weights_bytes: int = 0
+    weight_dtype: str = ""
+    int8_bytes: int = 0
+
+    @property
+    def weights_read_bytes(self) -> int:
+        """What a step of one row reads of them."""
+        return self.int8_bytes or self.weights_bytes
 
     @property
     def num_layers(self) -> int:

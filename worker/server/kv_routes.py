@@ -53,6 +53,7 @@ async def kv_state(request: web.Request) -> web.Response:
         "exactness": ready.exactness,
         "kv_cache": shell.config.kv_cache,
         "kv_dtype": ready.kv_dtype,
+        "weight_dtype": ready.weight_dtype,
         "internal_requests": _internal_requests(request, shell),
         "draining": shell.phase in (Phase.LEAVING, Phase.DRAINING),
         "events": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint,

@@ -74,7 +74,8 @@ def json_response(payload: object) -> web.Response:
 def _model(serving: Serving, name: str) -> dict[str, Any]:
     base = serving.ready.model
     return {"id": name, "object": "model", "created": _STARTED_AT, "owned_by": "headstart", "root": base,
-            "parent": None if name == base else base, "max_model_len": serving.ready.max_context}
+            "parent": None if name == base else base, "max_model_len": serving.ready.max_context,
+            "weight_dtype": serving.ready.weight_dtype}
 
 
 def _tokenize(raw: bytes, serving: Serving) -> dict[str, Any]:

@@ -208,8 +208,8 @@ class Shell:
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
         _log.info("ready", model=ready.model, max_context=ready.max_context, num_blocks=ready.num_blocks,
-                  device=ready.device, dtype=ready.dtype, kv_dtype=ready.kv_dtype, exactness=ready.exactness,
-                  target_itl_ms=self.config.target_itl_ms, token_budget=ready.token_budget,
+                  device=ready.device, dtype=ready.dtype, weight_dtype=ready.weight_dtype, kv_dtype=ready.kv_dtype,
+                  exactness=ready.exactness, target_itl_ms=self.config.target_itl_ms, token_budget=ready.token_budget,
                   batching=self.config.batching, notes=list(ready.notes))
 
     def _read_tokenizer(self, ready: EngineReady) -> Serving:

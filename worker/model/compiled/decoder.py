@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from worker.model.compact_decoder import CompactDecoder, CompactLayer, Norm
+from worker.model.compiled.int8_machine import MULTIPLIES_INT8
+from worker.model.compiled.int8_panels import round_and_pack
 from worker.model.compiled.kernels import GELU, GELU_TANH, SILU
-from worker.model.compiled.machine import LANES, PANEL
+from worker.model.compiled.machine import LANES, PANEL, ROWS_AT_ONCE
 from worker.model.compiled.step import Decoder, Room, Rows, Team, decode
 from worker.model.compiled.team import ThreadTeam
 from worker.model.forward_batch import ForwardBatch
@@ -66,6 +68,35 @@ class _Shape:
     def mixed(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def product_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of each of a layer's products, in the step's order."""
+        heads = self.num_heads * self.head_dim
+        return ((self.mixed, self.hidden), (self.hidden, heads), (self.inner, self.hidden),
+                (self.inner, self.hidden), (self.hidden, self.inner))
+
+
+class _Int8Weights:
+    """A decoder's weights in 8 bits."""
+
+    def __init__(self, decoder: Decoder, shape: _Shape) -> None:
+        self._packed: list[torch.Tensor] = []
+        self._products = np.array([[self._pack(int(address), _padded(num_out) // PANEL, num_in)
+                                    for address, (num_out, num_in) in zip(row, shape.product_sizes, strict=True)]
+                                   for row in decoder.products])
+        self._head = self._pack(decoder.head, decoder.head_panels, shape.hidden)
+
+    def _pack(self, address: int, num_panels: int, num_in: int) -> int:
+        self._packed.append(packed := round_and_pack(address, num_panels, num_in))
+        return packed.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(packed.nbytes for packed in self._packed)
+
+    def read_by(self, decoder: Decoder) -> Decoder:
+        return decoder._replace(products=self._products, head=self._head, is_int8=True)
+
 
 def _shape_of(compact: CompactDecoder) -> _Shape:
     layer = compact.layers[0]
@@ -92,10 +123,8 @@ def _shape_of(compact: CompactDecoder) -> _Shape:
 
 def _take_layer(layer: CompactLayer, shape: _Shape) -> list[int]:
     """Addresses, in the step's order."""
-    heads = shape.num_heads * shape.head_dim
-    return [_panels(layer.attention.qkv, shape.mixed, shape.hidden),
-            _panels(layer.attention_out, shape.hidden, heads), _panels(layer.gate, shape.inner, shape.hidden),
-            _panels(layer.up, shape.inner, shape.hidden), _panels(layer.down, shape.hidden, shape.inner)]
+    products = (layer.attention.qkv, layer.attention_out, layer.gate, layer.up, layer.down)
+    return [_panels(product, *size) for product, size in zip(products, shape.product_sizes, strict=True)]
 
 
 def _biases(compact: CompactDecoder, width: int) -> np.ndarray:
@@ -121,7 +150,9 @@ def _zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
 class CompiledDecoder:
     """`logits` for what `takes` says yes to. One step at a time. NotCompiled for a decoder it does not know."""
 
-    def __init__(self, compact: CompactDecoder, *, num_threads: int) -> None:
+    def __init__(self, compact: CompactDecoder, *, num_threads: int, is_int8: bool = False) -> None:
+        """`is_int8`: `compact`'s weights are rounded to 8 bits, held so besides, and read so for as many rows as
+        reading is what takes the time."""
         self._compact = compact
         self._shape = shape = _shape_of(compact)
         if not isinstance(compact.head, PackedLinear) or compact.head.bias is not None:
@@ -129,15 +160,23 @@ class CompiledDecoder:
         self.vocab_size = compact.head.shape[0]
         self._head_panels = _padded(self.vocab_size) // PANEL
         self._fixed = _take(compact, shape)
+        if is_int8:
+            _need(MULTIPLIES_INT8, "this CPU has no AVX512-VBMI, which weights in 8 bits are read with")
+        self._int8 = _Int8Weights(self._fixed, shape) if is_int8 else None
         self._team = ThreadTeam(num_threads)
         self._decoder: tuple[KVStorage, Decoder] | None = None
         self._rooms: dict[int, Room] = {}
         self._positions = 0
 
+    @property
+    def int8_bytes(self) -> int:
+        """Held besides the compact decoder's weights."""
+        return self._int8.num_bytes if self._int8 is not None else 0
+
     def takes(self, batch: ForwardBatch, storage: KVStorage) -> bool:
         """Few sequences, each with one row, whose logits alone are wanted."""
         sequences = batch.sequences
-        if len(sequences) > ROWS_MAX or not self._reads(storage):
+        if len(sequences) > ROWS_MAX or not self.reads(storage):
             return False
         if len(sequences) > 1 and sum(rows.start for rows in sequences) >= POSITIONS_MAX:
             return False
@@ -145,7 +184,7 @@ class CompiledDecoder:
             len(rows.token_ids) == 1 and rows.wants_logits and rows.num_scored == 0 and not rows.pools
             and rows.adapter is None for rows in sequences)
 
-    def _reads(self, storage: KVStorage) -> bool:
+    def reads(self, storage: KVStorage) -> bool:
         """Head by head in bf16, blocks of whole registers of keys."""
         return (storage.head_major and storage.block_size % LANES == 0
                 and all(store.dtype == torch.bfloat16 and store.device.type == "cpu" for store in storage.keys))
@@ -157,6 +196,8 @@ class CompiledDecoder:
         logits = torch.empty(num_rows, self._head_panels * PANEL)
         rows = self._rows(batch, storage, logits)
         room = self._room(num_rows, rows.tables.shape[1] * storage.block_size)
+        if self._int8 is not None and num_rows <= ROWS_AT_ONCE:
+            decoder = self._int8.read_by(decoder)
         team = Team(self._team.size, self._team.looks, self._team.signals)
         self._team.run(partial(_decode, team, decoder, (rows, room)))
         return logits[:, :self.vocab_size]
@@ -234,4 +275,4 @@ def _take(compact: CompactDecoder, shape: _Shape) -> Decoder:
         logits_softcap=np.float32(compact.logits_softcap or 0.0), num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, inner=shape.inner,
         activation=ACTIVATION_CODES[first.activation], norms_heads=first.attention.query_norm is not None,
-        norms_added=first.after_mlp is not None, block_size=0, head_bytes=0)
+        norms_added=first.after_mlp is not None, block_size=0, head_bytes=0, is_int8=False)

@@ -11,6 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from worker.model.compiled.int8_machine import (
+    SCALES_BYTES,
+    int8_tile_1,
+    int8_tile_2,
+    int8_tile_3,
+    int8_tile_4,
+    int8_tile_5,
+    int8_tile_6,
+)
 from worker.model.compiled.machine import (
     LANES,
     PANEL,
@@ -43,6 +52,13 @@ class Matrix(NamedTuple):
     address: int
     stride: int
     width: int
+
+
+class Weight(NamedTuple):
+    """Panels of bf16, or of 8 bits, at `address`."""
+
+    address: int
+    is_int8: bool
 
 
 @compiled_in_order
@@ -94,6 +110,46 @@ def panel_product(x: Matrix, rows: int, panel: int, out: Matrix) -> None:
         else:
             tile_6(where)
         begin += count
+
+
+@compiled
+def int8_panel_product(x: Matrix, rows: int, panel: int, out: Matrix) -> None:
+    """The same with a panel of 8 bits."""
+    tiles = (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    begin = 0
+    for tile in range(tiles):
+        count = (rows - begin + tiles - tile - 1) // (tiles - tile)
+        where = (x.address + begin * x.stride, x.stride, x.width // 2, panel, out.address + begin * out.stride,
+                 out.stride, 1 if tile == 0 else 0)
+        if count == 1:
+            int8_tile_1(where)
+        elif count == 2:
+            int8_tile_2(where)
+        elif count == 3:
+            int8_tile_3(where)
+        elif count == 4:
+            int8_tile_4(where)
+        elif count == 5:
+            int8_tile_5(where)
+        else:
+            int8_tile_6(where)
+        begin += count
+
+
+@compiled
+def panel_of(weight: Weight, width: int, index: int) -> Weight:
+    """Of a weight of `width` inputs."""
+    panel_bytes = width * PANEL + SCALES_BYTES if weight.is_int8 else width * 2 * PANEL
+    return Weight(weight.address + index * panel_bytes, weight.is_int8)
+
+
+@compiled
+def weight_product(x: Matrix, rows: int, panel: Weight, out: Matrix) -> None:
+    """panel_product of whichever kind."""
+    if panel.is_int8:
+        int8_panel_product(x, rows, panel.address, out)
+    else:
+        panel_product(x, rows, panel.address, out)
 
 
 @compiled

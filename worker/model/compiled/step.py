@@ -14,6 +14,7 @@ import numpy as np
 from worker.model.compiled.kernels import (
     Matrix,
     Seen,
+    Weight,
     add_normed,
     add_scaled,
     address_of,
@@ -21,10 +22,11 @@ from worker.model.compiled.kernels import (
     gate_into,
     norm_in_place,
     norm_into,
-    panel_product,
+    panel_of,
     round_into,
     tanh,
     turn,
+    weight_product,
 )
 from worker.model.compiled.machine import (
     PANEL,
@@ -73,6 +75,7 @@ class Decoder(NamedTuple):
     norms_added: bool
     block_size: int
     head_bytes: int
+    is_int8: bool
 
 
 class Rows(NamedTuple):
@@ -146,13 +149,12 @@ def share_of(count: int, thread: int, size: int) -> tuple[int, int]:
 
 
 @compiled
-def product(x: Matrix, weight: int, out: np.ndarray, part: tuple[int, int]) -> None:
+def product(x: Matrix, weight: Weight, out: np.ndarray, part: tuple[int, int]) -> None:
     """Panels [part[0], part[1]) of x times the packed `weight`, into float32 `out` [rows, outputs]."""
     whole = matrix_of(out, out.shape[1])
-    panel_bytes = x.width * 2 * PANEL
     for panel in range(part[0], part[1]):
-        panel_product(x, len(out), weight + panel * panel_bytes,
-                      Matrix(whole.address + panel * 4 * PANEL, whole.stride, PANEL))
+        weight_product(x, len(out), panel_of(weight, x.width, panel),
+                       Matrix(whole.address + panel * 4 * PANEL, whole.stride, PANEL))
 
 
 @compiled
@@ -234,12 +236,13 @@ def run_mlp(decoder: Decoder, room: Room, layer: int, at: tuple[int, int]) -> No
     thread, size = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     gate, up = room.panels[thread, 0], room.panels[thread, 1]
-    panel_bytes = normed.width * 2 * PANEL
+    of_gate, of_up = (Weight(decoder.products[layer, GATE], decoder.is_int8),
+                      Weight(decoder.products[layer, UP], decoder.is_int8))
     num_panels = (decoder.inner + PANEL - 1) // PANEL
     first, last = share_of(num_panels, thread, size)
     for panel in range(first, last):
-        panel_product(normed, len(gate), decoder.products[layer, GATE] + panel * panel_bytes, matrix_of(gate, PANEL))
-        panel_product(normed, len(up), decoder.products[layer, UP] + panel * panel_bytes, matrix_of(up, PANEL))
+        weight_product(normed, len(gate), panel_of(of_gate, normed.width, panel), matrix_of(gate, PANEL))
+        weight_product(normed, len(up), panel_of(of_up, normed.width, panel), matrix_of(up, PANEL))
         begin, end = panel * PANEL, min(decoder.inner, (panel + 1) * PANEL)
         for row in range(len(gate)):
             gate_into(gate[row], up[row], decoder.activation, room.gated[row, begin:end])
@@ -251,7 +254,7 @@ def run_attention(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int, 
     layer, thread, team = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     part = share_of(room.mixed.shape[1] // PANEL, thread, team.size)
-    product(normed, decoder.products[layer, QKV], room.mixed, part)
+    product(normed, Weight(decoder.products[layer, QKV], decoder.is_int8), room.mixed, part)
     if decoder.biases.shape[0]:
         bias = decoder.biases[layer]
         for row in range(len(room.mixed)):
@@ -274,7 +277,7 @@ def run_head(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int]) -> N
     thread, size = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     part = share_of(decoder.head_panels, thread, size)
-    product(normed, decoder.head, rows.logits, part)
+    product(normed, Weight(decoder.head, decoder.is_int8), rows.logits, part)
     factor, cap = decoder.logits_factor, decoder.logits_softcap
     if factor == 1 and cap == 0:
         return
@@ -294,14 +297,15 @@ def decode(thread: int, team: Team, decoder: Decoder, work: tuple[Rows, Room]) -
         norm_rows(decoder, room, layer, (BEFORE_ATTENTION, thread))
         run_attention(decoder, rows, room, (layer, thread, team))
         attended = matrix_of(room.attended, room.attended.shape[1])
-        product(attended, decoder.products[layer, ATTENTION_OUT], room.added,
+        product(attended, Weight(decoder.products[layer, ATTENTION_OUT], decoder.is_int8), room.added,
                 share_of(room.added.shape[1] // PANEL, thread, team.size))
         wait_for_all(team)
         add_to_residual(decoder, room, layer, (AFTER_ATTENTION, thread))
         norm_rows(decoder, room, layer, (BEFORE_MLP, thread))
         run_mlp(decoder, room, layer, (thread, team.size))
         wait_for_all(team)
-        product(matrix_of(room.gated, room.gated.shape[1]), decoder.products[layer, DOWN], room.added,
+        product(matrix_of(room.gated, room.gated.shape[1]),
+                Weight(decoder.products[layer, DOWN], decoder.is_int8), room.added,
                 share_of(room.added.shape[1] // PANEL, thread, team.size))
         wait_for_all(team)
         add_to_residual(decoder, room, layer, (AFTER_MLP, thread))
