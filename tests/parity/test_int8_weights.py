@@ -1,4 +1,4 @@
-"""Weights in 8 bits: rounding and products against plain float64, whole steps against the rounded model in float32."""
+"""Weights in 8 bits: rounding and products against float64, whole steps against the rounded model in float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not multiplies_bf16(torch.device("cpu")), reason
 pytest.importorskip("numba")
 
 from worker.model.compiled import decoder as compiled_decoder  # noqa: E402
-from worker.model.compiled.int8_machine import MULTIPLIES_INT8  # noqa: E402
+from worker.model.compiled.int8_machine import INT8_ROWS_MAX, MULTIPLIES_INT8  # noqa: E402
 from worker.model.compiled.int8_panels import round_and_pack  # noqa: E402
 from worker.model.compiled.kernels import Matrix, Weight, address_of, panel_of, weight_product  # noqa: E402
 from worker.model.compiled.machine import PANEL, compiled  # noqa: E402
@@ -60,8 +60,8 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 @needs_tables
-@given(rows=st.integers(1, 32), panels=st.integers(1, 3), num_in=st.integers(1, 5).map(lambda count: 32 * count),
-       seed=st.integers(0, 999))
+@given(rows=st.integers(1, INT8_ROWS_MAX), panels=st.integers(1, 3),
+       num_in=st.integers(1, 5).map(lambda count: 32 * count), seed=st.integers(0, 999))
 @settings(max_examples=30, deadline=None)
 def test_products_are_those_of_rounded_weights(rows: int, panels: int, num_in: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -104,19 +104,19 @@ def rounded_logits(family: str, salts: int) -> list[torch.Tensor]:
 @needs_tables
 @pytest.mark.parametrize("family", ["gemma3", "llama", "qwen2_window"])
 def test_a_step_is_the_rounded_models(family: str) -> None:
-    """In 8 bits for few rows, in bf16 of the same weights for more; alone or together makes no difference to a row."""
+    """In 8 bits for few rows, in bf16 of the same weights for more; alone or together, rows are the same."""
     lengths = [1, 70, 33, 16, 120, 90, 17, 2, 150]
     run, exact = PagedRun(int8_model(family)), rounded_logits(family, len(lengths))
     plain = PagedRun(load_model(resolve_model(str(folder_of(family))), device="cpu"))
     shares, plain_shares = decoding(run, lengths), decoding(plain, lengths)
     wanted = torch.stack([logits[length - 1] for logits, length in zip(exact, lengths, strict=True)])
-    for count in (9, 6, 1):
+    for count in (9, 5, 1):
         found = run.step(*shares[:count])
         assert rms(found - wanted[:count]) <= 0.05 * rms(wanted[:count])
         # Were nothing rounded, this would be the same model as without the option.
         assert rms(found - plain.step(*plain_shares[:count])) > 1e-4 * rms(wanted[:count])
-    together = run.step(*shares[:6])
-    assert torch.equal(together, torch.cat([run.step(share) for share in shares[:6]]))
+    together = run.step(*shares[:5])
+    assert torch.equal(together, torch.cat([run.step(share) for share in shares[:5]]))
 
 
 @needs_tables

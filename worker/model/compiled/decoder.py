@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from worker.model.compact_decoder import CompactDecoder, CompactLayer, Norm
-from worker.model.compiled.int8_machine import MULTIPLIES_INT8
+from worker.model.compiled.int8_machine import INT8_ROWS_MAX, MULTIPLIES_INT8
 from worker.model.compiled.int8_panels import round_and_pack
 from worker.model.compiled.kernels import GELU, GELU_TANH, SILU
-from worker.model.compiled.machine import LANES, PANEL, ROWS_AT_ONCE
+from worker.model.compiled.machine import LANES, PANEL
 from worker.model.compiled.step import Decoder, Room, Rows, Team, decode
 from worker.model.compiled.team import ThreadTeam
 from worker.model.forward_batch import ForwardBatch
@@ -196,7 +196,7 @@ class CompiledDecoder:
         logits = torch.empty(num_rows, self._head_panels * PANEL)
         rows = self._rows(batch, storage, logits)
         room = self._room(num_rows, rows.tables.shape[1] * storage.block_size)
-        if self._int8 is not None and num_rows <= ROWS_AT_ONCE:
+        if self._int8 is not None and num_rows <= INT8_ROWS_MAX:
             decoder = self._int8.read_by(decoder)
         team = Team(self._team.size, self._team.looks, self._team.signals)
         self._team.run(partial(_decode, team, decoder, (rows, room)))

@@ -19,7 +19,6 @@ from worker.model.compiled.machine import (
     _INTS,
     _ZEROS,
     PANEL,
-    ROWS_AT_ONCE,
     _at,
     _external,
     _load,
@@ -32,6 +31,8 @@ from worker.model.compiled.machine import (
 
 # Without such instructions nothing here may be called, and its functions are empty: they are compiled all the same.
 MULTIPLIES_INT8 = bool(binding.get_host_cpu_features().get("avx512vbmi", False))
+# For more rows multiplying takes longer than reading, and unpacking is added to it.
+INT8_ROWS_MAX = 5
 PAIR_BYTES = 2 * PANEL  # of one pair of inputs, all outputs of a panel
 SCALES_BYTES = 4 * PANEL
 _LINE = 64
@@ -73,10 +74,10 @@ def _prefetch(builder: Any, address: Any, offset: int) -> None:
 
 def _emit_tile(rows: int, builder: Any, *where: Any) -> None:
     """`rows` rows of bf16 times one panel: [rows, 64] float32. Asks for the next panel meanwhile."""
-    x, x_stride, pairs, panel, out, out_stride, asks = where
+    x, x_stride, pairs, panel, out, out_stride = where
     codes_bytes = builder.mul(pairs, _I64(PAIR_BYTES))
     scales = builder.add(panel, codes_bytes)
-    ahead = builder.add(panel, builder.mul(asks, builder.add(codes_bytes, _I64(SCALES_BYTES))))
+    ahead = builder.add(scales, _I64(SCALES_BYTES))
     x_rows = [builder.add(x, builder.mul(x_stride, _I64(row))) for row in range(rows)]
 
     def add_pair(index: Any, sums: list[Any]) -> list[Any]:
@@ -100,8 +101,8 @@ def _emit_tile(rows: int, builder: Any, *where: Any) -> None:
             _store(builder, builder.fmul(sums[4 * row + part], scale), to, 64 * part)
 
 
-# Each (x, bytes a row, pairs of inputs, panel, out, bytes a row of out, whether to ask for the next panel).
-int8_tile_1, int8_tile_2, int8_tile_3, int8_tile_4, int8_tile_5, int8_tile_6 = (
-    _outlined(f"headstart_int8_tile_{rows}", 7,
+# Each (x, bytes a row, pairs of inputs, panel, out, bytes a row of out).
+int8_tile_1, int8_tile_2, int8_tile_3, int8_tile_4, int8_tile_5 = (
+    _outlined(f"headstart_int8_tile_{rows}", 6,
               partial(_emit_tile, rows) if MULTIPLIES_INT8 else lambda builder, *where: None)
-    for rows in range(1, ROWS_AT_ONCE + 1))
+    for rows in range(1, INT8_ROWS_MAX + 1))

@@ -18,7 +18,6 @@ from worker.model.compiled.int8_machine import (
     int8_tile_3,
     int8_tile_4,
     int8_tile_5,
-    int8_tile_6,
 )
 from worker.model.compiled.machine import (
     LANES,
@@ -114,26 +113,18 @@ def panel_product(x: Matrix, rows: int, panel: int, out: Matrix) -> None:
 
 @compiled
 def int8_panel_product(x: Matrix, rows: int, panel: int, out: Matrix) -> None:
-    """The same with a panel of 8 bits."""
-    tiles = (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    begin = 0
-    for tile in range(tiles):
-        count = (rows - begin + tiles - tile - 1) // (tiles - tile)
-        where = (x.address + begin * x.stride, x.stride, x.width // 2, panel, out.address + begin * out.stride,
-                 out.stride, 1 if tile == 0 else 0)
-        if count == 1:
-            int8_tile_1(where)
-        elif count == 2:
-            int8_tile_2(where)
-        elif count == 3:
-            int8_tile_3(where)
-        elif count == 4:
-            int8_tile_4(where)
-        elif count == 5:
-            int8_tile_5(where)
-        else:
-            int8_tile_6(where)
-        begin += count
+    """The same with a panel of 8 bits, for INT8_ROWS_MAX rows at most."""
+    where = (x.address, x.stride, x.width // 2, panel, out.address, out.stride)
+    if rows == 1:
+        int8_tile_1(where)
+    elif rows == 2:
+        int8_tile_2(where)
+    elif rows == 3:
+        int8_tile_3(where)
+    elif rows == 4:
+        int8_tile_4(where)
+    else:
+        int8_tile_5(where)
 
 
 @compiled
