@@ -17,7 +17,7 @@ import torch
 from worker.model.attention import ATTENTION_NAME, register_attention
 from worker.model.compact_builder import NotCompact, build_compact
 from worker.model.compact_decoder import CompactDecoder
-from worker.model.compiled_loading import compile_decoder
+from worker.model.compiled_loading import compile_decoder, compile_prompts
 from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
 from worker.model.latent_attention import keep_latents
@@ -101,6 +101,7 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
     if exactness == "fast":
         model, compact = _compact(folder, model)
     few_rows = None if compact is None else compile_decoder(compact, spec, cache_dir or default_cache_dir())
+    many_rows = None if compact is None or few_rows is None else compile_prompts(few_rows, compact, spec.layers)
     lora = None
     if adapters:
         lora = LoraLayers(adapters, dtype=torch_dtype, device=torch_device, computes_all_rows=exactness == "strict")
@@ -109,7 +110,7 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
         else:
             compact = adapt_compact(compact, lora, prefix=layers_path)
     return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact, adapters=lora,
-                      few_rows=few_rows)
+                      few_rows=few_rows, many_rows=many_rows)
 
 
 def _layers_path(model: Any) -> str:
