@@ -97,11 +97,12 @@ def decoding(run: PagedRun, lengths: list[int]) -> list[SequenceRows]:
 
 
 def through_torch(run: PagedRun, shares: list[SequenceRows]) -> torch.Tensor:
-    few_rows, run.model._few_rows = run.model._few_rows, None
+    model = run.model
+    compiled, model._few_rows, model._many_rows = (model._few_rows, model._many_rows), None, None
     try:
         return run.step(*shares)
     finally:
-        run.model._few_rows = few_rows
+        model._few_rows, model._many_rows = compiled
 
 
 @given(family=st.sampled_from(sorted(COMPILED)), block_size=st.sampled_from([16, 32]),

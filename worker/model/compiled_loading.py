@@ -1,4 +1,4 @@
-"""Whether steps of few rows run in compiled code, which is wanted where there is much to read and numba is installed.
+"""Whether steps run in compiled code, which is wanted where there is much to read and numba is installed.
 
 Owns the decision, the folder where compiled code is kept, and a last look at the result. Without numba, on another
 machine or for a model of another kind the answer is None, with a line in the log: torch computes the same, slower.
@@ -27,6 +27,7 @@ from worker.model.model_spec import LayerGeometry, ModelSpec
 
 if TYPE_CHECKING:
     from worker.model.compiled.decoder import CompiledDecoder
+    from worker.model.compiled.prompt_decoder import CompiledPrompts
 
 # What is read faster than numba is imported.
 SMALLEST_WEIGHTS_BYTES = 32 * 2**20
@@ -84,6 +85,23 @@ def _compiled(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> Compiled
     return decoder
 
 
+def compile_prompts(decoder: CompiledDecoder, compact: CompactDecoder,
+                    layers: Sequence[LayerGeometry]) -> CompiledPrompts | None:
+    """What computes steps of many rows beside `decoder`, its code kept where that one's is."""
+    from worker.model.compiled.prompt_decoder import CompiledPrompts
+
+    prompts = CompiledPrompts(decoder)
+    try:
+        off = _distance_of_prompts(prompts, compact, layers)
+    except Exception as error:
+        logger.warning("prompts run through torch: their code could not be compiled: %r", error)
+        return None
+    if off <= TOLERANCE:
+        return prompts
+    logger.warning("prompts run through torch: compiled code is off by %.2f of the logits' spread", off)
+    return None
+
+
 def place_for_code(cache: Path) -> str:
     """The folder where code is kept, which is there then; "" where none can be made: compiled anew at each start."""
     folder = cache / f"compiled-{_source_digest()}"
@@ -105,12 +123,29 @@ def _source_digest() -> str:
 @torch.inference_mode()
 def _distance(decoder: CompiledDecoder, compact: CompactDecoder, layers: Sequence[LayerGeometry]) -> float:
     """How far logits are from the compact decoder's, as a share of their spread, at the end of a short prompt."""
-    storage = KVStorage.allocate(layers, num_blocks=2, block_size=BLOCK_SIZE, dtype=torch.bfloat16,
-                                 device=torch.device("cpu"), head_major=True)
+    storage = _two_blocks(layers)
     batch = ForwardBatch(())
     for start in range(BLOCK_SIZE + 2):
         batch = ForwardBatch((SequenceRows((start % decoder.vocab_size,), start, (1, 0), start, True),))
         found = decoder.logits(batch, storage)
+    return _off_by(found, compact, batch, storage)
+
+
+@torch.inference_mode()
+def _distance_of_prompts(prompts: CompiledPrompts, compact: CompactDecoder, layers: Sequence[LayerGeometry]) -> float:
+    """The same of a short prompt computed at once."""
+    storage = _two_blocks(layers)
+    tokens = [token % prompts.vocab_size for token in range(BLOCK_SIZE + 2)]
+    batch = ForwardBatch((SequenceRows(tokens, 0, (1, 0), 0, True),))
+    return _off_by(prompts.logits(batch, storage), compact, batch, storage)
+
+
+def _two_blocks(layers: Sequence[LayerGeometry]) -> KVStorage:
+    return KVStorage.allocate(layers, num_blocks=2, block_size=BLOCK_SIZE, dtype=torch.bfloat16,
+                              device=torch.device("cpu"), head_major=True)
+
+
+def _off_by(found: torch.Tensor, compact: CompactDecoder, batch: ForwardBatch, storage: KVStorage) -> float:
     layout = BatchLayout.build(batch, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     expected = compact.logits(layout, FastAttention(layout, storage))
     return float((found - expected).square().mean().sqrt() / expected.float().std())

@@ -18,7 +18,7 @@ import torch
 from worker.model.attention import ATTENTION_NAME, register_attention
 from worker.model.compact_builder import NotCompact, build_compact
 from worker.model.compact_decoder import CompactDecoder
-from worker.model.compiled_loading import BLOCK_SIZE, INT8, compile_decoder
+from worker.model.compiled_loading import BLOCK_SIZE, INT8, compile_decoder, compile_prompts
 from worker.model.gguf_convert import conversion_path, ensure_converted
 from worker.model.kv_storage import KVStorage
 from worker.model.latent_attention import keep_latents
@@ -112,6 +112,7 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
                              "modules; use --weight-dtype auto")
         spec = replace(spec, weights_bytes=spec.weights_bytes + few_rows.int8_bytes,
                        int8_bytes=few_rows.int8_bytes)
+    many_rows = None if compact is None or few_rows is None else compile_prompts(few_rows, compact, spec.layers)
     lora = None
     if adapters:
         lora = LoraLayers(adapters, dtype=torch_dtype, device=torch_device, computes_all_rows=exactness == "strict")
@@ -120,7 +121,7 @@ def load_model(folder: ModelFolder, *, dtype: str = "auto", kv_dtype: str = "aut
         else:
             compact = adapt_compact(compact, lora, prefix=layers_path)
     return PagedModel(model, spec, exactness=exactness, block_size=block_size, compact=compact, adapters=lora,
-                      few_rows=few_rows)
+                      few_rows=few_rows, many_rows=many_rows)
 
 
 def _check_int8(exactness: str, kv_dtype: torch.dtype, device: torch.device, block_size: int) -> None:

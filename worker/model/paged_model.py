@@ -26,13 +26,13 @@ from worker.model.model_spec import ModelSpec
 from worker.model.strict_attention import ROW_MULTIPLE, StrictAttention
 
 
-class FewRowsDecoder(Protocol):
-    """What computes steps of few rows in place of the compact decoder."""
+class StepDecoder(Protocol):
+    """What computes steps of some kind in place of the compact decoder."""
 
     def takes(self, batch: ForwardBatch, storage: KVStorage) -> bool: ...
 
     def logits(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """float32 [sequences, vocab], after every layer's K/V were written."""
+        """float32 [rows whose logits are wanted, vocab], after every layer's K/V were written."""
         ...
 
 
@@ -41,13 +41,14 @@ class PagedModel:
 
     def __init__(self, model: Any, spec: ModelSpec, *, exactness: str, block_size: int,
                  compact: CompactDecoder | None = None, adapters: LoraLayers | None = None,
-                 few_rows: FewRowsDecoder | None = None) -> None:
-        """`compact` computes in place of `model`, which then has no weights of its own, and `few_rows` in place of
-        that what it takes. `adapters` are wired in."""
+                 few_rows: StepDecoder | None = None, many_rows: StepDecoder | None = None) -> None:
+        """`compact` computes in place of `model`, which then has no weights of its own, and in place of that
+        `few_rows`, or else `many_rows`, what it takes. `adapters` are wired in."""
         assert compact is None or exactness == "fast", "strict mode runs transformers' own modules"
         self.spec = spec
         self._compact = compact
         self._few_rows = few_rows
+        self._many_rows = many_rows
         self._adapters = adapters
         self.exactness = exactness
         self.block_size = block_size
@@ -70,8 +71,9 @@ class PagedModel:
         """
         if not batch.sequences:
             return torch.empty(0, self.spec.vocab_size, device=self._device)
-        if self._few_rows is not None and self._few_rows.takes(batch, storage):
-            return self._few_rows.logits(batch, storage)
+        for decoder in (self._few_rows, self._many_rows):
+            if decoder is not None and decoder.takes(batch, storage):
+                return decoder.logits(batch, storage)
         strict = self.exactness == "strict"
         layout = BatchLayout.build(batch, block_size=self.block_size, device=self._device,
                                    row_multiple=ROW_MULTIPLE if strict else 1)

@@ -81,7 +81,7 @@ class _Int8Weights:
 
     def __init__(self, decoder: Decoder, shape: _Shape) -> None:
         self._packed: list[torch.Tensor] = []
-        self._products = np.array([[self._pack(int(address), _padded(num_out) // PANEL, num_in)
+        self._products = np.array([[self._pack(int(address), padded(num_out) // PANEL, num_in)
                                     for address, (num_out, num_in) in zip(row, shape.product_sizes, strict=True)]
                                    for row in decoder.products])
         self._head = self._pack(decoder.head, decoder.head_panels, shape.hidden)
@@ -139,11 +139,11 @@ def _biases(compact: CompactDecoder, width: int) -> np.ndarray:
     return biases
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     return -(-size // PANEL) * PANEL
 
 
-def _zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
+def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype=dtype)
 
 
@@ -153,17 +153,17 @@ class CompiledDecoder:
     def __init__(self, compact: CompactDecoder, *, num_threads: int, is_int8: bool = False) -> None:
         """`is_int8`: `compact`'s weights are rounded to 8 bits, held so besides, and read so for as many rows as
         reading is what takes the time."""
-        self._compact = compact
-        self._shape = shape = _shape_of(compact)
+        self.compact = compact
+        self.shape = shape = _shape_of(compact)
         if not isinstance(compact.head, PackedLinear) or compact.head.bias is not None:
             raise NotCompiled("its head is of another kind")
         self.vocab_size = compact.head.shape[0]
-        self._head_panels = _padded(self.vocab_size) // PANEL
+        self._head_panels = padded(self.vocab_size) // PANEL
         self._fixed = _take(compact, shape)
         if is_int8:
             _need(MULTIPLIES_INT8, "this CPU has no AVX512-VBMI, which weights in 8 bits are read with")
         self._int8 = _Int8Weights(self._fixed, shape) if is_int8 else None
-        self._team = ThreadTeam(num_threads)
+        self.team = ThreadTeam(num_threads)
         self._decoder: tuple[KVStorage, Decoder] | None = None
         self._rooms: dict[int, Room] = {}
         self._positions = 0
@@ -192,22 +192,22 @@ class CompiledDecoder:
     def logits(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
         """float32 [sequences, vocab], after every layer's K/V were written."""
         num_rows = len(batch.sequences)
-        decoder = self._decoder_over(storage)
+        decoder = self.decoder_over(storage)
         logits = torch.empty(num_rows, self._head_panels * PANEL)
         rows = self._rows(batch, storage, logits)
         room = self._room(num_rows, rows.tables.shape[1] * storage.block_size)
         if self._int8 is not None and num_rows <= INT8_ROWS_MAX:
             decoder = self._int8.read_by(decoder)
-        team = Team(self._team.size, self._team.looks, self._team.signals)
-        self._team.run(partial(_decode, team, decoder, (rows, room)))
+        team = Team(self.team.size, self.team.looks, self.team.signals)
+        self.team.run(partial(_decode, team, decoder, (rows, room)))
         return logits[:, :self.vocab_size]
 
     def _rows(self, batch: ForwardBatch, storage: KVStorage, logits: torch.Tensor) -> Rows:
         sequences, size = batch.sequences, storage.block_size
         starts = [rows.start for rows in sequences]
-        hidden = self._compact.embedded(torch.tensor([rows.token_ids[0] for rows in sequences])).float()
+        hidden = self.compact.embedded(torch.tensor([rows.token_ids[0] for rows in sequences])).float()
         at = torch.tensor([starts])
-        turns = torch.stack([torch.stack(rope(hidden, at)) for rope in self._compact.ropes])[:, :, 0]
+        turns = torch.stack([torch.stack(rope(hidden, at)) for rope in self.compact.ropes])[:, :, 0]
         tables = np.zeros((len(sequences), max(starts) // size + 1), dtype=np.int64)
         for table, rows in zip(tables, sequences, strict=True):
             blocks = rows.block_table[:rows.start // size + 1]
@@ -217,10 +217,10 @@ class CompiledDecoder:
         return Rows(hidden.numpy(), np.array(starts), np.array(slots), tables, turns.contiguous().numpy(),
                     logits.numpy())
 
-    def _decoder_over(self, storage: KVStorage) -> Decoder:
+    def decoder_over(self, storage: KVStorage) -> Decoder:
         if self._decoder is None or self._decoder[0] is not storage:
             caches = np.array([[each.data_ptr() for each in pair] for pair in storage.slots_by_head])
-            head_bytes = (storage.num_blocks + 1) * storage.block_size * self._shape.head_dim * 2
+            head_bytes = (storage.num_blocks + 1) * storage.block_size * self.shape.head_dim * 2
             fixed = self._fixed._replace(caches=caches, block_size=storage.block_size, head_bytes=head_bytes)
             self._decoder = storage, fixed
         return self._decoder[1]
@@ -232,15 +232,15 @@ class CompiledDecoder:
             self._rooms.clear()
         room = self._rooms.get(num_rows)
         if room is None:
-            shape, size, heads = self._shape, self._team.size, self._shape.num_heads * self._shape.head_dim
+            shape, size, heads = self.shape, self.team.size, self.shape.num_heads * self.shape.head_dim
             room = self._rooms[num_rows] = Room(
-                mixed=_zeros(num_rows, _padded(shape.mixed)), attended=_zeros(num_rows, heads, dtype=np.uint16),
-                added=_zeros(num_rows, _padded(shape.hidden)), gated=_zeros(num_rows, shape.inner, dtype=np.uint16),
-                residual=_zeros(size, num_rows, shape.hidden),
-                normed=_zeros(size, num_rows, shape.hidden, dtype=np.uint16),
-                panels=_zeros(size, 2, num_rows, PANEL), turned=_zeros(size, shape.head_dim, dtype=np.uint16),
-                scores=_zeros(size, self._positions), weights=_zeros(size, self._positions, dtype=np.uint16),
-                sums=_zeros(size, shape.head_dim))
+                mixed=zeros(num_rows, padded(shape.mixed)), attended=zeros(num_rows, heads, dtype=np.uint16),
+                added=zeros(num_rows, padded(shape.hidden)), gated=zeros(num_rows, shape.inner, dtype=np.uint16),
+                residual=zeros(size, num_rows, shape.hidden),
+                normed=zeros(size, num_rows, shape.hidden, dtype=np.uint16),
+                panels=zeros(size, 2, num_rows, PANEL), turned=zeros(size, shape.head_dim, dtype=np.uint16),
+                scores=zeros(size, self._positions), weights=zeros(size, self._positions, dtype=np.uint16),
+                sums=zeros(size, shape.head_dim))
         return room
 
 
@@ -251,8 +251,8 @@ def _decode(team: Team, decoder: Decoder, work: tuple[Rows, Room], thread: int) 
 def _take(compact: CompactDecoder, shape: _Shape) -> Decoder:
     """Everything but where the KV lies."""
     layers, first = compact.layers, compact.layers[0]
-    norms, eps = _zeros(len(layers) + 1, 4, shape.hidden), _zeros(len(layers) + 1, 6)
-    head_norms = _zeros(len(layers), 2, shape.head_dim)
+    norms, eps = zeros(len(layers) + 1, 4, shape.hidden), zeros(len(layers) + 1, 6)
+    head_norms = zeros(len(layers), 2, shape.head_dim)
     for index, layer in enumerate(layers):
         of_rows = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
         for which, norm in enumerate(of_rows):
@@ -263,14 +263,14 @@ def _take(compact: CompactDecoder, shape: _Shape) -> Decoder:
     _need(all(layer.activation in ACTIVATION_CODES for layer in layers), "its activation is of another kind")
     assert isinstance(compact.head, PackedLinear)
     return Decoder(
-        products=np.array([_take_layer(layer, shape) for layer in layers]), caches=_zeros(0, 2, dtype=np.int64),
-        norms=norms, head_norms=head_norms, eps=eps, biases=_biases(compact, _padded(shape.mixed)),
+        products=np.array([_take_layer(layer, shape) for layer in layers]), caches=zeros(0, 2, dtype=np.int64),
+        norms=norms, head_norms=head_norms, eps=eps, biases=_biases(compact, padded(shape.mixed)),
         ropes=np.array([layer.attention.rope for layer in layers]),
         windows=np.array([layer.attention.window or 0 for layer in layers]),
         numbers=np.array([[layer.attention.scaling, layer.attention.softcap or 0.0, layer.residual_multiplier]
                           for layer in layers], dtype=np.float32),
         head=_panels(compact.head, compact.head.shape[0], shape.hidden),
-        head_panels=_padded(compact.head.shape[0]) // PANEL,
+        head_panels=padded(compact.head.shape[0]) // PANEL,
         logits_factor=np.float32(1.0 / compact.logits_scaling),
         logits_softcap=np.float32(compact.logits_softcap or 0.0), num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, inner=shape.inner,

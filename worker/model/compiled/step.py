@@ -149,12 +149,18 @@ def share_of(count: int, thread: int, size: int) -> tuple[int, int]:
 
 
 @compiled
-def product(x: Matrix, weight: Weight, out: np.ndarray, part: tuple[int, int]) -> None:
+def product_of(x: Matrix, weight: Weight, out: np.ndarray, part: tuple[int, int]) -> None:
     """Panels [part[0], part[1]) of x times the packed `weight`, into float32 `out` [rows, outputs]."""
     whole = matrix_of(out, out.shape[1])
     for panel in range(part[0], part[1]):
         weight_product(x, len(out), panel_of(weight, x.width, panel),
                        Matrix(whole.address + panel * 4 * PANEL, whole.stride, PANEL))
+
+
+@compiled
+def product(x: Matrix, weight: int, out: np.ndarray, part: tuple[int, int]) -> None:
+    """The same with a weight of bf16."""
+    product_of(x, Weight(weight, False), out, part)
 
 
 @compiled
@@ -254,7 +260,7 @@ def run_attention(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int, 
     layer, thread, team = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     part = share_of(room.mixed.shape[1] // PANEL, thread, team.size)
-    product(normed, Weight(decoder.products[layer, QKV], decoder.is_int8), room.mixed, part)
+    product_of(normed, Weight(decoder.products[layer, QKV], decoder.is_int8), room.mixed, part)
     if decoder.biases.shape[0]:
         bias = decoder.biases[layer]
         for row in range(len(room.mixed)):
@@ -277,7 +283,7 @@ def run_head(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int]) -> N
     thread, size = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     part = share_of(decoder.head_panels, thread, size)
-    product(normed, Weight(decoder.head, decoder.is_int8), rows.logits, part)
+    product_of(normed, Weight(decoder.head, decoder.is_int8), rows.logits, part)
     factor, cap = decoder.logits_factor, decoder.logits_softcap
     if factor == 1 and cap == 0:
         return
@@ -297,16 +303,16 @@ def decode(thread: int, team: Team, decoder: Decoder, work: tuple[Rows, Room]) -
         norm_rows(decoder, room, layer, (BEFORE_ATTENTION, thread))
         run_attention(decoder, rows, room, (layer, thread, team))
         attended = matrix_of(room.attended, room.attended.shape[1])
-        product(attended, Weight(decoder.products[layer, ATTENTION_OUT], decoder.is_int8), room.added,
-                share_of(room.added.shape[1] // PANEL, thread, team.size))
+        product_of(attended, Weight(decoder.products[layer, ATTENTION_OUT], decoder.is_int8), room.added,
+                   share_of(room.added.shape[1] // PANEL, thread, team.size))
         wait_for_all(team)
         add_to_residual(decoder, room, layer, (AFTER_ATTENTION, thread))
         norm_rows(decoder, room, layer, (BEFORE_MLP, thread))
         run_mlp(decoder, room, layer, (thread, team.size))
         wait_for_all(team)
-        product(matrix_of(room.gated, room.gated.shape[1]),
-                Weight(decoder.products[layer, DOWN], decoder.is_int8), room.added,
-                share_of(room.added.shape[1] // PANEL, thread, team.size))
+        product_of(matrix_of(room.gated, room.gated.shape[1]),
+                   Weight(decoder.products[layer, DOWN], decoder.is_int8), room.added,
+                   share_of(room.added.shape[1] // PANEL, thread, team.size))
         wait_for_all(team)
         add_to_residual(decoder, room, layer, (AFTER_MLP, thread))
     norm_rows(decoder, room, len(decoder.products), (BEFORE_ATTENTION, thread))
