@@ -49,6 +49,7 @@ class HotPrefix:
     num_hits: int
     score: float
     last_at: float
+    first_at: float
     rank: float = 0.0
 
     @property
@@ -116,7 +117,7 @@ class HotPrefixes:
             return
         prefix = self._prefixes[key] = HotPrefix(
             sighting.model, tuple(sighting.chain[:sighting.depth]), pack_tokens(sighting.token_ids[:num_tokens]),
-            sighting.block_size, sighting.salt, sighting.salt_from, num_hits=1, score=1.0, last_at=now)
+            sighting.block_size, sighting.salt, sighting.salt_from, num_hits=1, score=1.0, last_at=now, first_at=now)
         prefix.hit(now)
         self._num_tokens += num_tokens
         while len(self._prefixes) > self._prefixes_max or self._num_tokens > self._tokens_max:

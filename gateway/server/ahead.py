@@ -1,6 +1,6 @@
-"""Has hot prefixes computed on further workers ahead of need, as gateway.routing.copies says.
+"""Has hot prefixes computed on further workers ahead of need, as gateway.routing.copy_plan says.
 
-Owns the pace: one prefix at a time, and none twice on one life of a worker within AGAIN_S, whatever became of it.
+Owns the task: a look every LOOK_EVERY_S, and one copy at a time.
 Must never: let a failure out; a copy that could not be made is computed when somebody asks.
 """
 
@@ -9,62 +9,55 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
-from gateway.routing.copies import is_worth_copies, next_holder
+from gateway.knowledge.endpoint_table import EndpointTable
+from gateway.routing.copy_plan import LOOK_EVERY_S, Copy, CopyPlan, Sight
+from gateway.routing.endpoint import EndpointView
 from gateway.routing.hot_prefixes import HotPrefix, HotPrefixes
 from gateway.routing.load_ledger import NO_LOAD, LoadLedger
 from gateway.server.prewarm import Prewarmer
+from gateway.shared.membership import Membership
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 
-PAUSE_S = 0.25
-LOOKED_AT_MAX = 8     # the hottest ones
-AGAIN_S = 60.0
-TRIED_MAX = 4096
 _log = get_logger(__name__)
 
 
 class Ahead:
     """`run()` is a task of the gateway's."""
 
-    def __init__(self, table: EndpointTable, ledger: LoadLedger, hot: HotPrefixes, prewarmer: Prewarmer) -> None:
+    def __init__(self, table: EndpointTable, ledger: LoadLedger, hot: HotPrefixes, prewarmer: Prewarmer, *,
+                 membership: Membership | None = None) -> None:
         self._table = table
         self._ledger = ledger
-        self._hot = hot
+        self._plan = CopyPlan(hot)
         self._prewarmer = prewarmer
-        self._tried: dict[tuple[int, str, str | None], float] = {}
+        self._membership = membership
 
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
-            await asyncio.sleep(PAUSE_S)
-            chosen = self._next(time.monotonic())
-            if chosen is not None:
-                await self._copy(*chosen)
+            await asyncio.sleep(LOOK_EVERY_S)
+            sight = Sight(self._views, self._ledger.loads(), self._holders, self._looks_before)
+            if (copy := self._plan.next(sight, time.monotonic())) is not None:
+                await self._make(copy)
 
-    def _next(self, now: float) -> tuple[HotPrefix, Endpoint] | None:
-        if not len(self._hot):
-            return None
-        for key, prefix in self._hot.hottest(LOOKED_AT_MAX, now):
-            if not is_worth_copies(prefix, now):
-                continue
-            endpoint = self._endpoint_for(key, prefix, now)
-            if endpoint is not None:
-                self._note_tried((key, endpoint.endpoint_id, endpoint.epoch), now)
-                return prefix, endpoint
-        return None
-
-    def _endpoint_for(self, key: int, prefix: HotPrefix, now: float) -> Endpoint | None:
+    def _views(self) -> list[EndpointView]:
         loads = self._ledger.loads()
-        holders = self._prewarmer.holders(prefix, now)
-        asked = {endpoint.endpoint_id: endpoint for endpoint in self._table.serving(prefix.model)
-                 if endpoint.endpoint_id in holders
-                 or now - self._tried.get((key, endpoint.endpoint_id, endpoint.epoch), -AGAIN_S) >= AGAIN_S}
-        chosen = next_holder(prefix, [endpoint.view(loads.get(endpoint_id, NO_LOAD))
-                                      for endpoint_id, endpoint in asked.items()], holders, loads)
-        return None if chosen is None else asked[chosen]
+        return [endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD)) for endpoint in self._table
+                if endpoint.report is not None and endpoint.joined_epoch is not None]
 
-    async def _copy(self, prefix: HotPrefix, endpoint: Endpoint) -> None:
+    def _holders(self, prefix: HotPrefix) -> list[str]:
+        return self._prewarmer.holders(prefix, time.monotonic(), on_the_way=True)
+
+    def _looks_before(self, key: int) -> int:
+        if self._membership is None:
+            return 0
+        living, row = self._membership.segment.living(), self._membership.seat.row
+        return (living.index(row) + key) % len(living) if row in living else 0
+
+    async def _make(self, copy: Copy) -> None:
+        prefix, endpoint = copy.prefix, self._table.get(copy.endpoint_id)
+        assert endpoint is not None, "the plan chose an endpoint that it was not shown"
         try:
             done = await self._prewarmer.compute(prefix, endpoint)
         except ApiError as why:
@@ -72,8 +65,3 @@ class Ahead:
             return
         _log.info("copy_made", worker=endpoint.endpoint_id, tokens=prefix.num_tokens,
                   cached_tokens=done.cached_tokens)
-
-    def _note_tried(self, key: tuple[int, str, str | None], now: float) -> None:
-        self._tried[key] = now
-        if len(self._tried) > TRIED_MAX:
-            del self._tried[next(iter(self._tried))]

@@ -104,12 +104,14 @@ class Gateway:
         self._probes = Probes(self._readiness, late_s=self._attendance.late_s, root_path=config.root_path,
                               metrics=self.state.metrics.render if self._together is None
                               else self._together.whole_metrics_now)
+        notes = None if membership is None else membership.notes
         dispatcher = Dispatcher(table, self.state.index, self.state.ledger, policy=policy,
                                 bet_ttl=BetTtl(config.speculative_ttl_s, config.approximate_ttl_s),
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
-                                notes=None if membership is None else membership.notes)
-        self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session)
-        self._ahead = Ahead(table, self.state.ledger, dispatcher.learning.hot, self._prewarmer)
+                                notes=notes)
+        self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session, notes)
+        self._ahead = Ahead(table, self.state.ledger, dispatcher.learning.hot, self._prewarmer,
+                            membership=membership)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
                                   upstream=self._upstream, suspect=self._poll.nudge)
         self._admin_token = AdminToken(config)

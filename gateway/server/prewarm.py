@@ -22,6 +22,7 @@ from gateway.knowledge.engines.headstart import (
 )
 from gateway.routing.hot_prefixes import HotPrefix, HotPrefixes
 from gateway.server.state import GatewayState
+from gateway.shared.notes import Notes, SharedBet
 from worker.prompt.json_body import decode_body
 from worker.protocol.api_error import ApiError, invalid_request
 
@@ -43,7 +44,8 @@ _decoder = msgspec.json.Decoder(PrewarmBody)
 class Prewarmer:
     """Lives on the event loop."""
 
-    def __init__(self, state: GatewayState, hot: HotPrefixes, session: aiohttp.ClientSession) -> None:
+    def __init__(self, state: GatewayState, hot: HotPrefixes, session: aiohttp.ClientSession,
+                 notes: Notes | None = None) -> None:
         self._table = state.table
         self._index = state.index
         self._ledger = state.ledger
@@ -51,6 +53,7 @@ class Prewarmer:
         self._bet_ttl_s = state.config.speculative_ttl_s
         self._hot = hot
         self._session = session
+        self._notes = notes
         self._num_running = 0
 
     def cache(self) -> list[dict[str, Any]]:
@@ -76,8 +79,11 @@ class Prewarmer:
         it is not."""
         if self._num_running >= PREWARMS_MAX:
             raise ApiError(429, "queue_full", f"{PREWARMS_MAX} prewarms are under way.", headers={"Retry-After": "1"})
-        bet = self._index.speculate(endpoint.endpoint_id, prefix.chain, time.monotonic())
+        now = time.monotonic()
+        bet = self._index.speculate(endpoint.endpoint_id, prefix.chain, now)
         bet.hold(self._bet_ttl_s)
+        if self._notes is not None and endpoint.epoch is not None:
+            self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, now + self._bet_ttl_s, prefix.chain))
         self._num_running += 1
         try:
             with self._ledger.book(endpoint.endpoint_id, endpoint.epoch or "", prefill_tokens=prefix.num_tokens,
@@ -117,8 +123,7 @@ class Prewarmer:
         others = [endpoint for endpoint in serving if endpoint.endpoint_id not in holders]
         return min(others, key=lambda endpoint: self._ledger.load(endpoint.endpoint_id).num_inflight, default=None)
 
-    def holders(self, prefix: HotPrefix, now: float) -> list[str]:
-        """The endpoints that hold it whole."""
-        matches = self._index.match(prefix.chain, now)
-        return [endpoint_id for endpoint_id, match in matches.items()
-                if match.confirmed_blocks >= len(prefix.chain)]
+    def holders(self, prefix: HotPrefix, now: float, *, on_the_way: bool = False) -> list[str]:
+        """The endpoints that hold it whole, or, if `on_the_way`, are expected to soon."""
+        return [endpoint_id for endpoint_id, match in self._index.match(prefix.chain, now).items()
+                if match.confirmed_blocks + on_the_way * match.speculative_blocks >= len(prefix.chain)]

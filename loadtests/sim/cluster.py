@@ -9,11 +9,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.routing.copy_plan import LOOK_EVERY_S
 from loadtests.sim.block_store import Change
 from loadtests.sim.clock import VirtualClock
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
 from loadtests.sim.policies.routing_policy import RoutingPolicy
 from loadtests.sim.restarts import schedule_storm
+from loadtests.sim.sim_copies import copy_request
 from loadtests.sim.sim_gateway import SimGateway
 from loadtests.sim.sim_request import SimRequest, requests_of, scheme_of
 from loadtests.sim.sim_worker import SimWorker, WorkerListener
@@ -25,7 +27,7 @@ class ClusterSettings:
     """Delays are one way. `event_loss_ratio` of the batches never arrive; the hole is found by the next batch, and a
     snapshot follows after `resync_s`. `coalesce` False runs every decode step by itself. `shared_ledger`: what one
     gateway books the others know at once, as the processes of one gateway do; without it they know reports alone.
-    `restart_storm`: see restarts.py."""
+    `restart_storm`: see restarts.py. `copies_ahead`: of hot prefixes, where the policy has them made."""
 
     num_workers: int = 8
     blocks_per_worker: int = 4096
@@ -40,6 +42,7 @@ class ClusterSettings:
     coalesce: bool = True
     shared_ledger: bool = False
     restart_storm: bool = False
+    copies_ahead: bool = True
 
 
 class Cluster:
@@ -56,8 +59,11 @@ class Cluster:
         self._worker_of = {worker.worker_id: worker for worker in self.workers}
         self.gateways = [SimGateway([worker.worker_id for worker in self.workers],
                                     new_policy(), scheme,
-                                    seed=settings.seed * 7919 + number, first_report=self.workers[0].report())
+                                    seed=settings.seed * 7919 + number, first_report=self.workers[0].report(),
+                                    makes_copies=settings.copies_ahead)
                          for number in range(settings.num_gateways)]
+        self._copying: dict[int, SimGateway] = {}   # by the copy's index: they go on behind the requests'
+        self.num_copies = 0
         if settings.shared_ledger:
             for gateway in self.gateways[1:]:
                 gateway.join(self.gateways[0])
@@ -72,6 +78,9 @@ class Cluster:
         self._arrive_next(0)
         for number, worker in enumerate(self.workers):
             self._poll_later(worker, self.settings.poll_interval_s * (number + 1) / len(self.workers))
+        if self.settings.copies_ahead and self.gateways[0].policy.makes_copies:
+            for number, gateway in enumerate(self.gateways):
+                self._look_later(gateway, LOOK_EVERY_S * (number + 1) / len(self.gateways))
         if self.settings.restart_storm:
             schedule_storm(self)
         step, shown = self.clock.step, 0
@@ -109,6 +118,9 @@ class Cluster:
         for gateway in self.gateways:
             gateway.replaced(old.worker_id, new.report())
         for request in old.stop():
+            if request.index in self._copying:
+                self._end_copy(request.index)
+                continue
             gateway = self._gateway_of(request)
             self.clock.after(self.settings.network_s, self._again(gateway, request))
 
@@ -130,7 +142,28 @@ class Cluster:
             request.failed = True
             self.clock.after(self.settings.network_s, lambda: self._end(request))
 
+    def _look_later(self, gateway: SimGateway, delay_s: float) -> None:
+        self.clock.after(delay_s, lambda: self._look(gateway))
+
+    def _look(self, gateway: SimGateway) -> None:
+        now = self.clock.now
+        copy = gateway.next_copy(now)
+        if copy is not None:
+            index = len(self.requests) + self.num_copies
+            self.num_copies += 1
+            self._copying[index] = gateway
+            gateway.begin_copy(copy, index, now)
+            worker, request = self._worker_of[copy.endpoint_id], copy_request(copy.prefix, index, now)
+            self.clock.after(self.settings.network_s, lambda: self._submit(worker, request))
+        self._look_later(gateway, LOOK_EVERY_S)
+
+    def _end_copy(self, index: int) -> None:
+        self._copying.pop(index).end_copy(index, self.clock.now)
+
     def _end(self, request: SimRequest) -> None:
+        if request.index in self._copying:
+            self._end_copy(request.index)
+            return
         request.ended_at = self.clock.now
         self._gateway_of(request).ended(request, self.clock.now)
         self.num_done += 1
@@ -139,6 +172,8 @@ class Cluster:
         clock, network_s = self.clock, self.settings.network_s
 
         def first_token(request: SimRequest, cached_tokens: int) -> None:
+            if request.index in self._copying:
+                return
             if request.first_token_at is None:
                 request.cached_tokens = cached_tokens
                 request.first_token_at = clock.now + network_s

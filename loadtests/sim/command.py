@@ -85,7 +85,8 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     return [Cell(name, SimulationPlan(
         num_workers=workers, load=load, capacity=capacity, model=model, seed=args.seed, num_gateways=args.gateways,
         event_delay_s=args.event_delay, event_loss_ratio=args.event_loss, coalesce=not args.every_step,
-        shared_ledger=args.shared_ledger, restart_storm=args.restart_storm), args.seeds)
+        shared_ledger=args.shared_ledger, restart_storm=args.restart_storm,
+        copies_ahead=not args.no_copies), args.seeds)
         for name in args.trace for workers in _numbers("--workers", args.workers, int)
         for capacity in map(_share, _numbers("--capacity", args.capacity, float))
         for load in ([None] if args.load == "recorded" else map(_share, _numbers("--load", args.load, float)))]
@@ -125,6 +126,7 @@ def _parser() -> CommandParser:
                         "as the processes of one gateway do")
     parser.add_argument("--restart-storm", action="store_true", help="in the middle every worker is replaced by a "
                         "cold one, one after the other")
+    parser.add_argument("--no-copies", action="store_true", help="no hot prefix is copied ahead of need")
     parser.add_argument("--event-delay", type=float, default=0.002, metavar="S", help="lag of cache events")
     parser.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE", help="events that never arrive")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed (default 0)")

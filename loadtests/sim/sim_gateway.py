@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.routing.busy_steps import BusySteps
+from gateway.routing.copy_plan import Copy, Sight
 from gateway.routing.cost import CandidateCost
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
@@ -22,12 +23,14 @@ from gateway.routing.prefix_index import PrefixIndex, Speculation
 from gateway.routing.rate_estimator import Stretch
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
 from loadtests.sim.policies.routing_policy import RoutingPolicy
+from loadtests.sim.sim_copies import MODEL, SimCopies, book_copy, whole_holders
 from loadtests.sim.sim_request import SimRequest
 from loadtests.sim.sim_worker import Report
 from worker.protocol.block_hash import HashScheme
 
 INDEX_BYTES_MAX = 4 << 30
 EPOCH = "simulated"
+_MODELS = frozenset({MODEL})
 
 
 @dataclass(slots=True)
@@ -55,10 +58,10 @@ class Placed:
 
 
 class SimGateway:
-    """`worker_ids` in the order of the configuration."""
+    """`worker_ids` in the order of the configuration; `makes_copies`: of hot prefixes, where the policy has it."""
 
     def __init__(self, worker_ids: Sequence[str], policy: RoutingPolicy, scheme: HashScheme, *, seed: int,
-                 first_report: Report) -> None:
+                 first_report: Report, makes_copies: bool = False) -> None:
         self.policy = policy
         self.num_gaps = 0
         self._scheme = scheme
@@ -74,6 +77,7 @@ class SimGateway:
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
         self._views: list[EndpointView] = []
+        self._copies = SimCopies(scheme.block_size) if makes_copies and policy.makes_copies else None
         self._siblings = [self]   # who books in this ledger
         for worker_id in worker_ids:
             self._views.append(self._view(worker_id))
@@ -91,6 +95,8 @@ class SimGateway:
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
+        if self._copies is not None:
+            self._copies.note(request, hashes, decision.most_matched_tokens, now)
         return decision
 
     def first_token(self, request: SimRequest, now: float) -> None:
@@ -102,6 +108,29 @@ class SimGateway:
             placed.bet.settle(now)
         self._load_changed(placed.worker_id)
         self.policy.prefill_done(request, placed.worker_id)
+
+    def next_copy(self, now: float) -> Copy | None:
+        """A hot prefix that a further worker should compute ahead of need."""
+        return None if self._copies is None else self._copies.next(
+            Sight(lambda: self._views, self._loads, lambda prefix: whole_holders(self._index, prefix, now)), now)
+
+    def begin_copy(self, copy: Copy, index: int, now: float) -> None:
+        """It is sent: booked and bet on as a request's prompt."""
+        assert self._copies is not None, "nobody plans copies here"
+        worker_id, ttl_s = copy.endpoint_id, self.policy.speculative_ttl_s
+        bet = self._index.speculate(worker_id, copy.prefix.chain, now)
+        bet.hold(ttl_s)
+        for sibling in self._siblings:
+            if sibling is not self:
+                sibling._index.speculate(worker_id, copy.prefix.chain, now + ttl_s)
+        booking = book_copy(self._ledger, copy, f"{EPOCH} {self._known[worker_id].epoch}")
+        self._copies.begin(index, worker_id, booking, bet)
+        self._load_changed(worker_id)
+
+    def end_copy(self, index: int, now: float) -> None:
+        """It is there, or its worker is gone."""
+        assert self._copies is not None, "nobody plans copies here"
+        self._load_changed(self._copies.end(index, now))
 
     def join(self, other: SimGateway) -> None:
         """From now on both book in one ledger and hear of each other's bets, as processes of one gateway do."""
@@ -220,7 +249,7 @@ class SimGateway:
             num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
         waiting = report.waiting_prefill_tokens
         return EndpointView(
-            endpoint_id=worker_id, epoch=EPOCH,
+            endpoint_id=worker_id, epoch=EPOCH, models=_MODELS,
             knowledge=Knowledge.EXACT if known.in_sequence else Knowledge.APPROXIMATE,
             block_size=self._scheme.block_size, prefill_tokens_per_s=report.prefill_tokens_per_s,
             decode_step_s=report.decode_step_s, blocks_total=report.blocks_total, blocks_free=report.blocks_free,

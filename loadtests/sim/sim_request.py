@@ -22,7 +22,8 @@ def scheme_of(trace: Trace) -> HashScheme:
 
 @dataclass(slots=True)
 class SimRequest:
-    """One request; the instants are filled in as they come. `failed`: no worker could ever hold it."""
+    """One request; the instants are filled in as they come. `failed`: no worker could ever hold it. `priority` as
+    worker.core has it."""
 
     index: int
     arrives_at: float
@@ -35,6 +36,7 @@ class SimRequest:
     cached_tokens: int = 0
     predicted_tokens: int = 0
     failed: bool = False
+    priority: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -25,6 +25,7 @@ OUTPUT_TOKENS_FROM = 1 << 31   # ids of generated tokens: never those of a promp
 SKIPPED_STEPS_MAX = 4096
 RATE_DECAY = 0.9
 PREFILL_SAMPLE_TOKENS_MIN = 32
+FIXED_ROWS = 8
 WARM_UP_TOKENS = 1024
 
 
@@ -81,12 +82,14 @@ class SimWorker:
         self._prefill_tokens = float(WARM_UP_TOKENS)
         self._prefill_s = model.prefill_s(WARM_UP_TOKENS)
         self._decode_step_s = model.decode_step_s(1, WARM_UP_TOKENS)
+        self._decode_rows = 1.0
 
     def submit(self, request: SimRequest) -> bool:
         """A request arrives now; False when it can never fit."""
         self.observe()
         self._start_what_is_due()
-        sequence = Sequence(request.index, request.token_ids(), StopRule(max_new_tokens=request.output_tokens))
+        sequence = Sequence(request.index, request.token_ids(), StopRule(max_new_tokens=request.output_tokens),
+                            priority=request.priority)
         if self.scheduler.submit(sequence) is not None:
             return False
         self._requests[request.index] = request
@@ -210,11 +213,13 @@ class SimWorker:
         self._clock.at(instant, lambda: action() if ticket == self._ticket else None, rank=WORKER_STEP)
 
     def _learn(self, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
-        """Running estimates of speed, as worker.engine.timings reports them."""
+        """Running estimates of speed, as worker.engine.timings reports them: a test holds both equal."""
         if not prefill_tokens and decode_rows:
             self._decode_step_s = RATE_DECAY * self._decode_step_s + (1 - RATE_DECAY) * step_s
+            self._decode_rows = RATE_DECAY * self._decode_rows + (1 - RATE_DECAY) * decode_rows
         elif prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN:
-            decode_s = self._decode_step_s if decode_rows else 0.0
-            own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 2)
+            growth = (decode_rows + FIXED_ROWS) / (self._decode_rows + FIXED_ROWS)
+            decode_s = self._decode_step_s * max(1.0, growth) if decode_rows else 0.0
+            own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 4)
             self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
             self._prefill_s = RATE_DECAY * self._prefill_s + own_s

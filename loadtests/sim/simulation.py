@@ -35,6 +35,7 @@ class SimulationPlan:
     coalesce: bool = True
     shared_ledger: bool = False
     restart_storm: bool = False
+    copies_ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
     settings = ClusterSettings(num_workers=plan.num_workers, blocks_per_worker=per_worker, model=plan.model,
                                num_gateways=plan.num_gateways, seed=plan.seed, event_delay_s=plan.event_delay_s,
                                event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce,
-                               shared_ledger=plan.shared_ledger, restart_storm=plan.restart_storm)
+                               shared_ledger=plan.shared_ledger, restart_storm=plan.restart_storm,
+                               copies_ahead=plan.copies_ahead)
     return Prepared(trace, settings, bounds, commit())
 
 
@@ -84,6 +86,7 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "model_source": plan.model.source, "gateways": plan.num_gateways,
             "event_delay_s": plan.event_delay_s, "event_loss_ratio": plan.event_loss_ratio,
             "shared_ledger": plan.shared_ledger, "restart_storm": plan.restart_storm,
+            "copies_ahead": plan.copies_ahead,
             "policies": [result.as_dict() for result in results]}
 
 

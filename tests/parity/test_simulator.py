@@ -4,10 +4,14 @@ the worker's, and one seed gives one report."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
+from gateway.routing.busy_steps import FIXED_STREAMS
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.event_applier import EventApplier
 from gateway.routing.load_ledger import LoadView
@@ -15,16 +19,18 @@ from gateway.routing.memory_wait import Stream
 from gateway.routing.picker import NoEndpoint, PickInput, pick
 from gateway.routing.prefix_index import Match, PrefixIndex
 from loadtests.sim.block_store import HashJournal, Removed, SimPool, Stored
-from loadtests.sim.cluster import Cluster
+from loadtests.sim.cluster import Cluster, ClusterSettings
 from loadtests.sim.cost_model import MODELS
 from loadtests.sim.policies import POLICIES
 from loadtests.sim.shortlist import Shortlist
 from loadtests.sim.sim_request import requests_of, scheme_of
+from loadtests.sim.sim_worker import WARM_UP_TOKENS
 from loadtests.sim.simulation import SimulationPlan, prepare, report_of, run_policy
 from loadtests.traces import Trace, TraceRequest, load_trace
 from tests.support.simulated import TRACES, finished, story, trace_of
 from worker.core.block_pool import BlockPool
 from worker.core.sequence import Sequence, StopRule
+from worker.engine.timings import EngineRates
 
 BUSY = SimulationPlan(num_workers=3, load=0.95, capacity=0.15)
 
@@ -184,6 +190,7 @@ def random_fleet(draw: random.Random) -> PickInput:
                                   num_running=draw.randrange(6), num_waiting=draw.randrange(2),
                                   waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
                                   decode_context_tokens=draw.choice((0, 9000)),
+                                  step_tokens=draw.choice((0, 512, 32_768)),
                                   held_tokens_at_report=draw.choice((0, 3000, 60_000))))
         if draw.random() < 0.7:
             loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)),
@@ -193,9 +200,11 @@ def random_fleet(draw: random.Random) -> PickInput:
     streams = {name: [Stream(draw.randrange(200, 3000), draw.randrange(900), 100,
                              draw.choice((None, draw.uniform(90, 100)))) for _ in range(load.num_inflight)]
                for name, load in loads.items()}
+    shares = {view.endpoint_id: draw.choice((0.0, 0.0, 1e-5, 1e-3)) for view in views}
     return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random(),
                      now=draw.uniform(100, 110), shared_ratio=draw.random(), stretch=draw.uniform(1, 4),
-                     streams_of=lambda name: streams.get(name, ()))
+                     streams_of=lambda name: streams.get(name, ()),
+                     busy_step_of=lambda name, num_active: shares[name] * (num_active + FIXED_STREAMS))
 
 
 def test_a_shortlist_changes_no_decision() -> None:
@@ -220,3 +229,52 @@ def test_a_step_costs_what_it_computes() -> None:
     assert 1024 / cpu.prefill_s(1024) == pytest.approx(338, rel=0.05)
     assert 4096 / cpu.prefill_s(4096) == pytest.approx(214, rel=0.05)
     assert cpu.decode_step_s(1, 1024) == pytest.approx(0.065, rel=0.05)
+
+
+HOT = trace_of(*([(*range(40), 100 + number) for number in range(120)]), gap_s=0.15, output_tokens=60)
+
+
+def hot_run(**changes: object) -> Cluster:
+    """A prefix that everybody asks for, in pools with room, at a light load."""
+    return finished(HOT, replace(SimulationPlan(num_workers=4, load=None, capacity=20.0), **changes))
+
+
+def test_hot_prefixes_are_copied_and_coalescing_changes_nothing_then() -> None:
+    together, one_by_one = hot_run(), hot_run(coalesce=False)
+    assert together.num_copies > 0
+    assert story(together) == story(one_by_one)
+    for ours, theirs in zip(together.workers, one_by_one.workers, strict=True):
+        assert ours.scheduler.counters == theirs.scheduler.counters
+    assert hot_run(copies_ahead=False).num_copies == 0
+    assert finished(HOT, SimulationPlan(num_workers=4, load=None, capacity=20.0), "round_robin").num_copies == 0
+
+
+@pytest.mark.parametrize("num_gateways", [1, 3])
+def test_no_worker_is_given_one_copy_twice_and_what_was_booked_is_given_back(num_gateways: int) -> None:
+    cluster = hot_run(num_gateways=num_gateways, shared_ledger=True)
+    assert 0 < cluster.num_copies <= len(cluster.workers) - 1, "all want the same copies at the same looks"
+    while cluster._copying:
+        cluster.clock.step()
+    assert all(load.num_inflight == 0 for load in cluster.gateways[0]._ledger.loads().values())
+
+
+def test_copies_of_a_worker_that_is_replaced_are_forgotten() -> None:
+    cluster = hot_run(restart_storm=True)
+    assert cluster.num_copies > 0
+    assert all(request.ended_at is not None for request in cluster.requests)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 0, 1, 31, 32, 500]), st.integers(0, 40),
+                          st.floats(1e-4, 10.0)), max_size=60))
+def test_simulated_workers_learn_their_rates_by_the_workers_formula(steps: list[tuple[int, int, float]]) -> None:
+    cluster = Cluster(trace_of((1,)), ClusterSettings(num_workers=1), POLICIES["round_robin"])
+    simulated, rates = cluster.workers[0], EngineRates()
+    rates.observe(prefill_tokens=WARM_UP_TOKENS, decode_rows=0, step_s=simulated.model.prefill_s(WARM_UP_TOKENS))
+    rates.observe(prefill_tokens=0, decode_rows=1, step_s=simulated.model.decode_step_s(1, WARM_UP_TOKENS))
+    for prefill_tokens, decode_rows, step_s in steps:
+        if prefill_tokens or decode_rows:
+            simulated._learn(prefill_tokens, decode_rows, step_s)
+            rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows, step_s=step_s)
+    report = simulated.report()
+    assert report.prefill_tokens_per_s == pytest.approx(rates.prefill_tokens_per_s)
+    assert report.decode_step_s == pytest.approx(rates.decode_step_s)

@@ -17,10 +17,12 @@ from loadtests.sim.sim_request import SimRequest
 
 
 class RoutingPolicy:
-    """`uses_index`: it wants exact matches in PickInput, so cache events are delivered and bets are placed."""
+    """`uses_index`: it wants exact matches in PickInput, so cache events are delivered and bets are placed.
+    `makes_copies`: its gateway has hot prefixes computed ahead of need."""
 
     name = ""
     uses_index = False
+    makes_copies = False
     speculative_ttl_s = 5.0
 
     def choose(self, given: PickInput, request: SimRequest) -> RoutingDecision | NoEndpoint:
@@ -51,6 +53,7 @@ class ServerPolicy(RoutingPolicy):
     def __init__(self, name: str, *, uses_index: bool) -> None:
         self.name = name
         self.uses_index = uses_index
+        self.makes_copies = name == "headstart"
         self._policy = policy_named(name)
         self._shortlist: Shortlist | None = None
 
