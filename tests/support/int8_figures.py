@@ -1,6 +1,6 @@
 """What weights in 8 bits cost and gain, against bf16 in one process: ms a decode step, perplexity, agreement, memory.
 
-    python -m loadtests.bench.int8 smollm2 --text FILE --out loadtests/results/int8-smollm2.json
+    python -m tests.support.int8_figures smollm2 --text FILE --out loadtests/results/int8-smollm2.json
 
 Steps of the two are interleaved, one thread, its CPU time. Perplexity is of decode steps: five stretches of the text
 at once, each fed its own next token. Agreement: how often both would choose the same token greedily.
