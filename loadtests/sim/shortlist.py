@@ -32,7 +32,7 @@ class Shortlist:
         count = len(views)
         self._token_s, self._step_s = np.zeros(count), np.zeros(count)
         self._queued, self._active, self._context = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._free, self._pool = np.zeros(count), np.zeros(count)
+        self._free, self._pool, self._batch = np.zeros(count), np.zeros(count), np.zeros(count)
         self._block_size = views[0].block_size
         for view in views:
             self.update(view, loads.get(view.endpoint_id, NO_LOAD))
@@ -46,6 +46,7 @@ class Shortlist:
         self._context[row] = max(load.decode_context_tokens, view.decode_context_tokens)
         self._free[row] = view.blocks_free * view.block_size - load.held_tokens + view.held_tokens_at_report
         self._pool[row] = view.blocks_total
+        self._batch[row] = view.step_tokens or cost.BATCH_TOKENS
 
     def narrow(self, given: PickInput) -> Sequence[EndpointView]:
         """The endpoints among which pick() chooses as it would among all. Those without rates of their own come with
@@ -79,11 +80,17 @@ class Shortlist:
         stream = np.maximum(cost.STREAM_STEP_SHARE * step_s, token_s)
         slowed = self._active + self._context / cost.ATTENTION_DOUBLING_TOKENS
         others = cost.STREAM_WEIGHT * output * stream * slowed + cost.STALL_WEIGHT * self._active * prefill
-        steps = np.where(self._active > 0, (0.5 + (self._queued + uncached) / cost.BATCH_TOKENS) * step_s, 0.0)
+        steps = np.where(self._active > 0, (cost.STEP_UNDER_WAY + (self._queued + uncached) / self._batch)
+                         * self._busy_step_s(given, step_s), 0.0)
         evicted = np.maximum(uncached + output - np.maximum(self._free, 0), 0)
         evict = np.where(self._pool > 0, cost.EVICTED_REUSE_RATIO * evicted * token_s, 0.0)
         total: np.ndarray = prefill + self._queued * token_s + steps + others + evict
         return total
+
+    def _busy_step_s(self, given: PickInput, step_s: np.ndarray) -> np.ndarray:
+        """What first tokens tell of the steps at each endpoint; `step_s` where they tell nothing."""
+        busy = np.fromiter(map(given.busy_step_of, self._row, map(int, self._active)), float, len(self._row))
+        return np.where(busy > 0, busy, step_s)
 
 
 def _with_rates(view: EndpointView, rates: cost.Rates) -> EndpointView:

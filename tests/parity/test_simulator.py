@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from gateway.routing.busy_steps import FIXED_STREAMS
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.event_applier import EventApplier
 from gateway.routing.load_ledger import LoadView
@@ -189,6 +190,7 @@ def random_fleet(draw: random.Random) -> PickInput:
                                   num_running=draw.randrange(6), num_waiting=draw.randrange(2),
                                   waiting_prefill_tokens=draw.choice((0, 0, 900)), running_prefill_tokens=0,
                                   decode_context_tokens=draw.choice((0, 9000)),
+                                  step_tokens=draw.choice((0, 512, 32_768)),
                                   held_tokens_at_report=draw.choice((0, 3000, 60_000))))
         if draw.random() < 0.7:
             loads[name] = LoadView(draw.randrange(4), draw.choice((0, 0, 700)), draw.choice((0, 5000)),
@@ -198,9 +200,11 @@ def random_fleet(draw: random.Random) -> PickInput:
     streams = {name: [Stream(draw.randrange(200, 3000), draw.randrange(900), 100,
                              draw.choice((None, draw.uniform(90, 100)))) for _ in range(load.num_inflight)]
                for name, load in loads.items()}
+    shares = {view.endpoint_id: draw.choice((0.0, 0.0, 1e-5, 1e-3)) for view in views}
     return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random(),
                      now=draw.uniform(100, 110), shared_ratio=draw.random(), stretch=draw.uniform(1, 4),
-                     streams_of=lambda name: streams.get(name, ()))
+                     streams_of=lambda name: streams.get(name, ()),
+                     busy_step_of=lambda name, num_active: shares[name] * (num_active + FIXED_STREAMS))
 
 
 def test_a_shortlist_changes_no_decision() -> None:

@@ -190,10 +190,12 @@ def attend_tile(tile: Tile, blocks: Blocks, scratch: Scratch, results: np.ndarra
     """Into `results` [rows, heads of the group * dim], bf16."""
     rows, end = tile.group * tile.rows, tile.start + tile.rows
     begin = max(0, tile.start + 1 - tile.window) // LANES * LANES if tile.window else 0
-    scratch.sums[:rows] = 0
     for row in range(rows):
         scratch.seen[row, 0] = -np.inf
         scratch.seen[row, 1] = 0
+        sums = scratch.sums[row]
+        for index in range(len(sums)):
+            sums[index] = 0
     while begin < end:
         width = min(CHUNK, end - begin)
         pack(blocks, begin, width, (address_of(scratch.keys), address_of(scratch.values)))

@@ -21,7 +21,6 @@ from worker.model.compiled.step import Decoder, Team
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
 
-ROWS_MIN = 2
 # Beyond so many positions of decoding sequences torch reads what they have in common faster: once for all of them.
 DECODED_POSITIONS_MAX = 64 * 1024
 ROWS_GROWTH = 64    # room for a step grows by so many rows
@@ -37,9 +36,9 @@ class CompiledPrompts:
         self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
 
     def takes(self, batch: ForwardBatch, storage: KVStorage) -> bool:
-        """Anything but adapters and sums of hidden states, if it is more than a row."""
+        """Anything but adapters and sums of hidden states."""
         sequences = batch.sequences
-        if sum(len(rows.token_ids) for rows in sequences) < ROWS_MIN or not self._decoder.reads(storage):
+        if not self._decoder.reads(storage):
             return False
         if sum(rows.start for rows in sequences if len(rows.token_ids) == 1) >= DECODED_POSITIONS_MAX:
             return False
@@ -50,13 +49,13 @@ class CompiledPrompts:
         layout = BatchLayout.build(batch, block_size=storage.block_size, device=torch.device("cpu"))
         fixed = self._decoder.decoder_over(storage)
         logits = torch.empty(layout.num_logits, fixed.head_panels * PANEL)
-        prompts = self._prompts(batch, layout, fixed, logits)
+        prompts = self._prompts(layout, fixed, logits)
         room = self._room(layout.num_rows, layout.num_logits)
         team = self._decoder.team
         team.run(partial(_compute, Team(team.size, team.looks, team.signals), fixed, (prompts, room)))
         return logits[:, :self.vocab_size]
 
-    def _prompts(self, batch: ForwardBatch, layout: BatchLayout, fixed: Decoder, logits: torch.Tensor) -> Prompts:
+    def _prompts(self, layout: BatchLayout, fixed: Decoder, logits: torch.Tensor) -> Prompts:
         compact, size = self._decoder.compact, fixed.block_size
         hidden = compact.embedded(layout.token_ids[0]).float()
         turns = torch.stack([torch.stack(rope(hidden, layout.position_ids)) for rope in compact.ropes])[:, :, 0]
@@ -64,11 +63,13 @@ class CompiledPrompts:
         slots[layout.write_rows.numpy()] = layout.write_slots.numpy()
         tables = np.zeros((len(layout.spans), max(len(span.block_table) for span in layout.spans)), dtype=np.int64)
         behind = np.zeros(layout.num_rows, dtype=np.int64)
-        for table, span, rows in zip(tables, layout.spans, batch.sequences, strict=True):
-            table[:len(span.block_table)] = span.block_table
-            if max(span.start, rows.write_from) <= span.end // size * size < span.end:
+        opened = set() if layout.opened_blocks is None else set(layout.opened_blocks.tolist())
+        tiles = []
+        for index, span in enumerate(layout.spans):
+            tables[index, :len(span.block_table)] = span.block_table
+            if span.block_table[-1] in opened:
                 behind[span.first_row + span.num_rows - 1] = -span.end % size
-        tiles = [tile for span in layout.spans for tile in self._tiles(span, layout.spans.index(span))]
+            tiles += self._tiles(span, index)
         return Prompts(hidden.numpy(), layout.position_ids[0].numpy(), slots, behind, turns.contiguous().numpy(),
                        np.array(sorted(tiles, reverse=True))[:, 1:], tables,
                        np.zeros(len(fixed.products), dtype=np.int32), layout.logits_rows.numpy(), logits.numpy())

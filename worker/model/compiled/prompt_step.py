@@ -152,14 +152,14 @@ def attend_all(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[i
     taken = address_of(prompts.taken) + 4 * layer
     unit = atomic_add(taken, np.int32(1))
     while unit < count:
-        sequence, first, rows = prompts.tiles[unit // kv_heads]
-        head = unit % kv_heads
+        which, head = unit // kv_heads, unit % kv_heads
+        first, rows = prompts.tiles[which, 1], prompts.tiles[which, 2]
         offset = head * decoder.head_bytes
         width = group * dim
         queries = address_of(room.queries) + first * room.queries.strides[0] + head * width * 2
         tile = Tile(prompts.positions[first], rows, group, queries, room.queries.strides[0], decoder.windows[layer],
                     decoder.numbers[layer, 0], decoder.numbers[layer, 1])
-        blocks = Blocks(prompts.tables[sequence], decoder.caches[layer, 0] + offset,
+        blocks = Blocks(prompts.tables[prompts.tiles[which, 0]], decoder.caches[layer, 0] + offset,
                         decoder.caches[layer, 1] + offset, decoder.block_size, dim)
         attend_tile(tile, blocks, scratch, room.attended[first:first + rows, head * width:(head + 1) * width])
         unit = atomic_add(taken, np.int32(1))
@@ -212,14 +212,20 @@ def finish_layer(decoder: Decoder, rows: tuple[np.ndarray, np.ndarray], room: Pr
 
 
 @compiled
+def copy_row(row: np.ndarray, to: np.ndarray) -> None:
+    for index in range(len(row)):
+        to[index] = row[index]
+
+
+@compiled
 def finish_last(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[int, int]) -> None:
     """The last layer after its attention and the final norm, of this thread's share of the wanted rows."""
     thread, size = at
     layer = len(decoder.products) - 1
     first, last = share_of(len(prompts.wanted), thread, size)
     for index in range(first, last):
-        room.last_hidden[index] = prompts.hidden[prompts.wanted[index]]
-        room.last_attended[index] = room.attended[prompts.wanted[index]]
+        copy_row(prompts.hidden[prompts.wanted[index]], room.last_hidden[index])
+        copy_row(room.attended[prompts.wanted[index]], room.last_attended[index])
     for begin in range(first, last, ROWS_MAX):
         end = min(last, begin + ROWS_MAX)
         finish_layer(decoder, (room.last_hidden[begin:end], room.last_attended[begin:end]), room, (layer, thread))
