@@ -6,6 +6,7 @@ Owns the sleepers. They are woken once a step and look for each other at its bar
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 LOOKS_MAX = 20_000      # some tenths of a millisecond
+logger = logging.getLogger("headstart.model")
 Part = Callable[[int], None]
 
 
@@ -42,4 +44,7 @@ class ThreadTeam:
         waker = self._wakers[thread - 1]
         while True:
             waker.acquire()
-            self._part(thread)
+            try:
+                self._part(thread)
+            except Exception:   # code that cannot be compiled; the next step may be another's, and waits for all
+                logger.exception("a thread's part of a step failed")
