@@ -24,7 +24,10 @@ from loadtests.local_stack import free_port
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
 STOP_S = 5.0
-DIRECT, OURS, CAPPED = "direct", "headstart", "headstart, 64 MiB cap"
+# Caps that are reached in the first half of what is sent: from there on memory has to be flat.
+INDEX_CAP_BYTES, TEXT_CAP_BYTES = 16 << 20, 8 << 20
+DIRECT, OURS, CAPPED = "direct", "headstart", "headstart, caps of 16 + 8 MiB"
+_CAPS = ["--index-max-bytes", str(INDEX_CAP_BYTES), "--text-memory-bytes", str(TEXT_CAP_BYTES)]
 _LIMITS = "requests_per_minute = 1e9\ntokens_per_minute = 1e12\nmax_concurrent = 10000\n"
 _NGINX = """worker_processes 1;
 daemon off;
@@ -140,7 +143,7 @@ class Bench:
         keys = self.folder / f"keys-{port}.toml"
         keys.write_text(f'[[tenants]]\nid = "bench"\nkeys = ["{hash_key(self.key)}"]\n{_LIMITS}')
         workers = [part for worker in self._workers for part in ("--worker", worker)]
-        cap = ["--index-max-bytes", str(64 << 20)] if name == CAPPED else []
+        cap = _CAPS if name == CAPPED else []
         self._start(name, [sys.executable, "-m", "gateway.cli", "gateway", "--port", str(port), "--keys-file",
                            str(keys), *workers, *cap, *arguments])
         return _commit()

@@ -19,6 +19,7 @@ class EngineConfig:
     for measuring and as oracles. `threads` 0 lets the engine choose. `target_itl_ms` is what prefill may add to the
     gap between two tokens of a decoding sequence, 0: no bound. `batching` "static" is for measuring. `lora` are
     adapters as name=DIR. `weight_dtype` "int8" rounds weights to 8 bits, "auto" leaves them as the device computes.
+    `log_format` and `log_level` as worker.protocol.logs has them.
     """
 
     model: str = "smollm2"
@@ -41,3 +42,5 @@ class EngineConfig:
     cache_dir: Path | None = None
     lora: tuple[str, ...] = ()
     weight_dtype: str = "auto"
+    log_format: str = "json"
+    log_level: str = "info"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from worker.engine.engine_config import EngineConfig, EngineSetupError
 from worker.engine.messages import AbortRequest, Command, EngineFailed, Report, Shutdown, SubmitSequence
 from worker.protocol.collector import spare_what_lives
+from worker.protocol.logs import configure_logging
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
@@ -117,6 +118,7 @@ def main() -> int:
         config: EngineConfig = connection.recv()
     except EOFError:
         return EXIT_OK
+    configure_logging(config.log_format, config.log_level)
     inbox.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the shell's to act on
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(FinishWork()))

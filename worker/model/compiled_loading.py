@@ -10,9 +10,9 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ INT8 = "int8"
 # Rounding over a whole model is up to a tenth of the logits' spread; a part that is wrong is far beyond.
 TOLERANCE = 0.3
 logger = logging.getLogger("headstart.model")
+Looked = TypeVar("Looked")
 
 
 class _LeftToTorch(Exception):
@@ -70,12 +71,16 @@ def _compiled(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> Compiled
         import numba
     except ImportError:
         raise _LeftToTorch("numba is not installed") from None
-    numba.config.CACHE_DIR = place_for_code(cache)
+    folder = numba.config.CACHE_DIR = place_for_code(cache)
     from worker.model.compiled.decoder import CompiledDecoder, NotCompiled
 
-    try:
+    def look() -> tuple[CompiledDecoder, float]:
         decoder = CompiledDecoder(compact, num_threads=torch.get_num_threads(), is_int8=spec.weight_dtype == INT8)
-        off = _distance(decoder, compact, spec.layers)
+        return decoder, _distance(decoder, compact, spec.layers)
+
+    say_what_is_kept(folder)
+    try:
+        decoder, off = and_without_kept_code(folder, look)
     except NotCompiled as reason:
         raise _LeftToTorch(str(reason)) from None
     except Exception as error:      # of numba's many: this machine's compiler is not a reason not to serve
@@ -88,11 +93,16 @@ def _compiled(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> Compiled
 def compile_prompts(decoder: CompiledDecoder, compact: CompactDecoder,
                     layers: Sequence[LayerGeometry]) -> CompiledPrompts | None:
     """What computes steps of many rows beside `decoder`, its code kept where that one's is."""
+    import numba
+
     from worker.model.compiled.prompt_decoder import CompiledPrompts
 
-    prompts = CompiledPrompts(decoder)
+    def look() -> tuple[CompiledPrompts, float]:
+        prompts = CompiledPrompts(decoder)
+        return prompts, _distance_of_prompts(prompts, compact, layers)
+
     try:
-        off = _distance_of_prompts(prompts, compact, layers)
+        prompts, off = and_without_kept_code(numba.config.CACHE_DIR, look)
     except Exception as error:
         logger.warning("prompts run through torch: their code could not be compiled: %r", error)
         return None
@@ -100,6 +110,39 @@ def compile_prompts(decoder: CompiledDecoder, compact: CompactDecoder,
         return prompts
     logger.warning("prompts run through torch: compiled code is off by %.2f of the logits' spread", off)
     return None
+
+
+def say_what_is_kept(folder: str) -> None:
+    """A line in the log where this start takes longer than the next one, or all do."""
+    if not folder:
+        logger.warning("compiled code cannot be kept, so every start takes half a minute longer: "
+                       "HEADSTART_CACHE_DIR names a folder that can be written")
+    elif not _kept_code(folder):
+        logger.info("compiling the model's steps for this machine, once: about half a minute; kept in %s", folder)
+
+
+def and_without_kept_code(folder: str, look: Callable[[], Looked]) -> Looked:
+    """`look`, and again without what was kept where that may be why it failed: a file cut off by a full disk would
+    be met at every start."""
+    from worker.model.compiled.decoder import NotCompiled
+
+    try:
+        return look()
+    except NotCompiled:
+        raise
+    except Exception as error:
+        kept = _kept_code(folder)
+        if not kept:
+            raise
+        logger.warning("code kept in %s cannot be used (%r) and is compiled anew", folder, error)
+        for path in kept:
+            path.unlink(missing_ok=True)
+    return look()
+
+
+def _kept_code(folder: str) -> list[Path]:
+    """Numba's files; none where nothing can be kept."""
+    return [path for path in Path(folder).rglob("*.nb?") if path.is_file()] if folder else []
 
 
 def place_for_code(cache: Path) -> str:

@@ -92,7 +92,8 @@ def engine_config(config: WorkerConfig) -> EngineConfig:
         device=config.device, hash_seed=hash_seed, chat_template=config.chat_template,
         max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting,
         max_context=config.max_context, target_itl_ms=config.target_itl_ms, batching=config.batching,
-        cache_dir=config.cache_dir, lora=config.loras, weight_dtype=config.weight_dtype)
+        cache_dir=config.cache_dir, lora=config.loras, weight_dtype=config.weight_dtype,
+        log_format=config.log_format, log_level=config.log_level)
 
 
 async def _serve(config: WorkerConfig, engine_settings: EngineConfig) -> int:
