@@ -20,7 +20,6 @@ from worker.model.compiled.kernels import (
     norm_into,
     panel_product,
     round_into,
-    tanh,
     turn,
 )
 from worker.model.compiled.machine import PANEL, atomic_add, clear_bytes, compiled, compiled_and_kept, copy_bytes
@@ -42,6 +41,7 @@ from worker.model.compiled.step import (
     Team,
     matrix_of,
     product,
+    scale_logits,
     share_of,
     wait_for_all,
 )
@@ -239,14 +239,7 @@ def run_head(decoder: Decoder, prompts: Prompts, room: PromptRoom, part: tuple[i
     """The wanted rows' logits in this thread's panels of the head."""
     normed = room.last_normed[:len(prompts.wanted)]
     product(matrix_of(normed, normed.shape[1]), decoder.head, prompts.logits, part)
-    factor, cap = decoder.logits_factor, decoder.logits_softcap
-    if factor == 1 and cap == 0:
-        return
-    for row in range(len(prompts.logits)):
-        logits = prompts.logits[row, part[0] * PANEL:part[1] * PANEL]
-        for index in range(len(logits)):
-            logit = logits[index] * factor
-            logits[index] = cap * tanh(logit / cap) if cap > 0 else logit
+    scale_logits(decoder, prompts.logits, part)
 
 
 @compiled_and_kept

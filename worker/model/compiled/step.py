@@ -279,19 +279,25 @@ def run_attention(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int, 
 
 
 @compiled
+def scale_logits(decoder: Decoder, all_logits: np.ndarray, part: tuple[int, int]) -> None:
+    """The family's factor and soft cap, over panels [part[0], part[1])."""
+    factor, cap = decoder.logits_factor, decoder.logits_softcap
+    if factor == 1 and cap == 0:
+        return
+    for row in range(len(all_logits)):
+        logits = all_logits[row, part[0] * PANEL:part[1] * PANEL]
+        for index in range(len(logits)):
+            logit = logits[index] * factor
+            logits[index] = cap * tanh(logit / cap) if cap > 0 else logit
+
+
+@compiled
 def run_head(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int]) -> None:
     thread, size = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     part = share_of(decoder.head_panels, thread, size)
     product_of(normed, Weight(decoder.head, decoder.is_int8), rows.logits, part)
-    factor, cap = decoder.logits_factor, decoder.logits_softcap
-    if factor == 1 and cap == 0:
-        return
-    for row in range(len(rows.logits)):
-        logits = rows.logits[row, part[0] * PANEL:part[1] * PANEL]
-        for index in range(len(logits)):
-            logit = logits[index] * factor
-            logits[index] = cap * tanh(logit / cap) if cap > 0 else logit
+    scale_logits(decoder, rows.logits, part)
 
 
 @compiled_and_kept
