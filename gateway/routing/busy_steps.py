@@ -33,6 +33,14 @@ class BusySteps:
         """A step with so many requests there; 0.0 when nothing has been seen anywhere."""
         return self._shares.get(endpoint_id, self._share_of_all) * (num_active + FIXED_STREAMS)
 
+    def share_of(self, endpoint_id: str) -> float | None:
+        """A request's share of a step there; None where nothing has been seen yet, and `share_of_all` holds."""
+        return self._shares.get(endpoint_id)
+
+    @property
+    def share_of_all(self) -> float:
+        return self._share_of_all
+
     def saw(self, expected: CandidateCost, first_token_s: float) -> None:
         """A first token took so long, where `expected` was reckoned."""
         num_own = expected.num_steps - STEP_UNDER_WAY

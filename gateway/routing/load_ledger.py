@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from gateway.routing.memory_wait import Stream
+from gateway.routing.memory_wait import Stream, Streams
 
 # What the newest match counts in `shared_ratio`.
 SHARED_WEIGHT = 0.05
@@ -72,7 +72,7 @@ class Account:
         self.held_tokens = 0
         self.open: dict[Booking, None] = {}
         self._seen: LoadView | None = None  # what view() said last, while it holds
-        self._streams: list[Stream] | None = None  # likewise
+        self._streams: Streams | None = None  # likewise
 
     def changed(self) -> None:
         """A booking has taken something or given it back."""
@@ -90,7 +90,7 @@ class Account:
     def streams(self) -> Sequence[Stream]:
         """Who is in flight, in the order of booking."""
         if self._streams is None:
-            self._streams = [booking.stream() for booking in self.open]
+            self._streams = Streams(booking.stream() for booking in self.open)
         return self._streams
 
     def sharer(self, block_hash: int, depth: int, *, beside: Booking | None = None) -> Booking | None:

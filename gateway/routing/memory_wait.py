@@ -13,9 +13,12 @@ as our own streams do; what an answer holds grows no further while we wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from math import nan
 from typing import NamedTuple
+
+import numpy as np
 
 from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 
@@ -29,6 +32,25 @@ class Stream(NamedTuple):
     output_tokens: int
     began_at: float | None
     chain: Sequence[int] = ()
+
+
+class Streams(list[Stream]):
+    """An endpoint's, in the order of admission. Nobody changes them."""
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, streams: Iterable[Stream] = ()) -> None:
+        super().__init__(streams)
+        self._columns: np.ndarray | None = None
+
+    @property
+    def columns(self) -> np.ndarray:
+        """A row each for tokens held, output expected, and the instant of the first byte: not a number without one."""
+        if self._columns is None:
+            self._columns = np.array([[stream.held_tokens for stream in self],
+                                      [stream.output_tokens for stream in self],
+                                      [nan if stream.began_at is None else stream.began_at for stream in self]])
+        return self._columns
 
 
 class Occupancy(NamedTuple):

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 DEFAULT_OUTPUT_TOKENS = 128
 NEWEST_WEIGHT = 0.05
 MODELS_MAX = 256
@@ -24,24 +26,40 @@ class LengthProfile:
     """What may be expected of answers like these `lengths`, of which `mean` are expected at first. Sorted and summed
     when it is asked for the first time: only where memory is short is it ever asked."""
 
-    __slots__ = ("_lengths", "_sums", "mean")
+    __slots__ = ("_lengths", "_means", "_sums", "mean")
 
     def __init__(self, lengths: Sequence[int], mean: float) -> None:
         self._lengths = list(lengths)
         self._sums: list[int] = []   # of the longest ones; empty until they are needed
+        self._means: tuple[np.ndarray, np.ndarray] | None = None   # likewise
         self.mean = mean
 
     def left(self, generated: float, expected: int) -> float:
         """Tokens to come of an answer that has `generated` so many, of which `expected` were expected: the mean of
         those that got longer. One that is bounded, or longer than what is known, has a share of it left at least."""
         if not self._sums:
-            self._lengths.sort()
-            self._sums = [0, *accumulate(reversed(self._lengths))]
+            self._sort()
         num_longer = len(self._lengths) - bisect_right(self._lengths, generated)
         if num_longer >= LONGER_MIN and expected >= self.mean - 1:
             return self._sums[num_longer] / num_longer - generated
         left, least = expected - generated, LEAST_LEFT_RATIO * expected
         return left if left > least else least
+
+    def all_left(self, generated: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        """As left(), of many at once."""
+        if not self._sums:
+            self._sort()
+        if self._means is None:
+            sums = np.array(self._sums, float)
+            self._means = np.array(self._lengths, float), sums / np.maximum(np.arange(len(sums)), 1)
+        lengths, means = self._means
+        num_longer = len(lengths) - np.searchsorted(lengths, generated, side="right")
+        own = np.maximum(expected - generated, LEAST_LEFT_RATIO * expected)
+        return np.where((num_longer >= LONGER_MIN) & (expected >= self.mean - 1), means[num_longer] - generated, own)
+
+    def _sort(self) -> None:
+        self._lengths.sort()
+        self._sums = [0, *accumulate(reversed(self._lengths))]
 
 
 UNKNOWN_LENGTHS = LengthProfile((), 0.0)

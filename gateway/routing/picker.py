@@ -11,6 +11,7 @@ fleet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,6 +34,7 @@ from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import NO_MATCH, Match
+from gateway.routing.room_floor import RoomFloors
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
 Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "excluded"]
@@ -40,6 +42,9 @@ Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "exc
 # Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
 TIE_RATIO = 0.01
 TIE_S = 1e-6
+# From so many on that wait for memory, floors for the rest are worth their while, if there are so many of these.
+WAITING_MIN = 4
+FLOORS_MIN = 12
 _NO_NEED = Rates()
 
 
@@ -193,35 +198,75 @@ def _usual(given: PickInput) -> list[EndpointView]:
 def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list[int], list[CandidateCost], int]:
     """Positions of those of `views` that may be within a tie of the cheapest, their costs, and the longest match of
     all in tokens."""
-    work, rates = given.work(), _NO_NEED
-    matches, loads, session = given.matches or {}, given.loads, given.session_endpoint_id
+    rates = _NO_NEED
     for view in views:
         if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0:
             rates = assumed_rates(views)
             break
-    least, most = least_costs(views, matches, loads, work, rates=rates, session=session)
+    pricing = _Pricing(given, views, rates)
+    least, most = least_costs(views, pricing.matches, given.loads, pricing.work, rates=rates,
+                              session=given.session_endpoint_id)
+    pricing.price_likely(least)
+    order = sorted(pricing.priced)
+    return order, [pricing.priced[at] for at in order], most
 
-    def price(view: EndpointView) -> CandidateCost:
-        endpoint_id = view.endpoint_id
-        return candidate_cost(view, matches.get(endpoint_id, NO_MATCH), loads.get(endpoint_id, NO_LOAD), work,
-                              rates=rates, in_session=endpoint_id == session)
 
-    likeliest = least.index(min(least))
-    first = price(views[likeliest])
-    reach = _reach(first.total_s)
-    order: list[int] = []
-    costs: list[CandidateCost] = []
-    for at, least_s in enumerate(least):
-        if at == likeliest:
-            cost = first
-        elif least_s > reach:
-            continue
-        else:
-            cost = price(views[at])
-            reach = min(reach, _reach(cost.total_s))
-        order.append(at)
-        costs.append(cost)
-    return order, costs, most
+class _Pricing:
+    """Of one pick: costs by position, and how much another may cost to be within a tie of the lowest of them."""
+
+    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates) -> None:
+        self.work = given.work()
+        self.matches = given.matches or {}
+        self.priced: dict[int, CandidateCost] = {}
+        self._given, self._views, self._rates = given, views, rates
+        self._reach = math.inf
+
+    def price_likely(self, least: Sequence[float]) -> None:
+        """All that may be within reach, by their least costs; by better floors, where many wait for memory."""
+        likeliest = least.index(min(least))
+        num_waiting = WAITING_MIN if self._price(likeliest).room_s else 0
+        reach = self._reach
+        rest = [at for at, least_s in enumerate(least) if least_s <= reach and at != likeliest]
+        for number, at in enumerate(rest):
+            if num_waiting >= WAITING_MIN and len(rest) - number >= FLOORS_MIN:
+                self._price_by_floors(rest[number:])
+                return
+            if least[at] <= self._reach and self._price(at).room_s:
+                num_waiting += 1
+
+    def _price_by_floors(self, rest: list[int]) -> None:
+        session = self._given.session_endpoint_id
+        for at in [at for at in rest if self._views[at].endpoint_id == session]:
+            rest.remove(at)
+            self._price(at)   # its bonus would take it below its floor
+        views, loads, matches = self._views, self._given.loads, self.matches
+        rows = []
+        for at in rest:
+            name = views[at].endpoint_id
+            rows.append((views[at], loads.get(name, NO_LOAD), matches.get(name, NO_MATCH)))
+        floors = RoomFloors(rows, self.work, self._rates)
+        self._price(rest[floors.likeliest()])
+        reach = self._reach
+        near = [number for number in floors.within(reach) if rest[number] not in self.priced]
+        while near:
+            self._price(rest[near[0]])
+            if self._reach < reach:
+                reach = self._reach
+                near = [number for number in floors.within(reach) if rest[number] not in self.priced]
+            else:
+                del near[0]
+
+    def _price(self, at: int) -> CandidateCost:
+        load, match = self._load_and_match(at)
+        view = self._views[at]
+        cost = self.priced[at] = candidate_cost(view, match, load, self.work, rates=self._rates,
+                                                in_session=view.endpoint_id == self._given.session_endpoint_id)
+        self._reach = min(self._reach, _reach(cost.total_s))
+        return cost
+
+    def _load_and_match(self, at: int) -> tuple[LoadView, Match]:
+        endpoint_id = self._views[at].endpoint_id
+        return self._given.loads.get(endpoint_id, NO_LOAD), self.matches.get(endpoint_id, NO_MATCH)
 
 
 def _reach(best_s: float) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from gateway.routing import cost
+from gateway.routing.busy_steps import FIXED_STREAMS, BusySteps
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.picker import TIE_RATIO, TIE_S, PickInput
@@ -22,17 +23,20 @@ from gateway.routing.prefix_index import NO_MATCH
 # Wider than the picker's ties by more than the estimate's rounding.
 SLACK_RATIO = 1e-6
 ENDPOINTS_MIN = 64   # where it is worth it
+UNSEEN = -1.0        # in place of a share, which is never below zero
 
 
 class Shortlist:
-    """Rows in the order of the endpoints; update() whenever a view or a load changed."""
+    """Rows in the order of the endpoints; update() whenever a view or a load changed, or `steps` saw a first token."""
 
-    def __init__(self, views: Sequence[EndpointView], loads: Mapping[str, LoadView]) -> None:
+    def __init__(self, views: Sequence[EndpointView], loads: Mapping[str, LoadView], steps: BusySteps) -> None:
+        self._steps = steps
         self._row = {view.endpoint_id: row for row, view in enumerate(views)}
         count = len(views)
         self._token_s, self._step_s = np.zeros(count), np.zeros(count)
         self._queued, self._active, self._context = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._free, self._pool, self._batch = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._free, self._available = np.zeros(count), np.zeros(count)
+        self._pool, self._batch, self._share = np.zeros(count), np.zeros(count), np.zeros(count)
         self._block_size = views[0].block_size
         for view in views:
             self.update(view, loads.get(view.endpoint_id, NO_LOAD))
@@ -45,15 +49,19 @@ class Shortlist:
         self._active[row] = max(load.num_inflight, view.num_running + view.num_waiting)
         self._context[row] = max(load.decode_context_tokens, view.decode_context_tokens)
         self._free[row] = view.blocks_free * view.block_size - load.held_tokens + view.held_tokens_at_report
-        self._pool[row] = view.blocks_total
+        self._available[row] = self._free[row] + view.blocks_cached * view.block_size
+        self._pool[row] = view.blocks_total * view.block_size
         self._batch[row] = view.step_tokens or cost.BATCH_TOKENS
+        share = self._steps.share_of(view.endpoint_id)
+        self._share[row] = UNSEEN if share is None else share
 
     def narrow(self, given: PickInput) -> Sequence[EndpointView]:
         """The endpoints among which pick() chooses as it would among all. Those without rates of their own come with
         what pick() would have assumed of them, since it is no longer shown all their peers."""
         rates = None if self._token_s.all() and self._step_s.all() else cost.assumed_rates(given.endpoints)
         estimate = self._estimate(given, rates)
-        best = self._cost(given, int(estimate.argmin()), rates)
+        roomy = np.where(self._is_short(given), np.inf, estimate)   # whose estimate leaves no wait for memory out
+        best = min(self._cost(given, int(row), rates) for row in {estimate.argmin(), roomy.argmin()})
         reach = best + (TIE_RATIO + SLACK_RATIO) * abs(best) + TIE_S + SLACK_RATIO
         near = [given.endpoints[row] for row in np.flatnonzero(estimate <= reach).tolist()]
         return near if rates is None else [_with_rates(view, rates) for view in near]
@@ -81,16 +89,20 @@ class Shortlist:
         slowed = self._active + self._context / cost.ATTENTION_DOUBLING_TOKENS
         others = cost.STREAM_WEIGHT * output * stream * slowed + cost.STALL_WEIGHT * self._active * prefill
         steps = np.where(self._active > 0, (cost.STEP_UNDER_WAY + (self._queued + uncached) / self._batch)
-                         * self._busy_step_s(given, step_s), 0.0)
+                         * self._busy_step_s(step_s), 0.0)
         evicted = np.maximum(uncached + output - np.maximum(self._free, 0), 0)
         evict = np.where(self._pool > 0, cost.EVICTED_REUSE_RATIO * evicted * token_s, 0.0)
         total: np.ndarray = prefill + self._queued * token_s + steps + others + evict
         return total
 
-    def _busy_step_s(self, given: PickInput, step_s: np.ndarray) -> np.ndarray:
+    def _busy_step_s(self, step_s: np.ndarray) -> np.ndarray:
         """What first tokens tell of the steps at each endpoint; `step_s` where they tell nothing."""
-        busy = np.fromiter(map(given.busy_step_of, self._row, map(int, self._active)), float, len(self._row))
+        busy = np.where(self._share == UNSEEN, self._steps.share_of_all, self._share) * (self._active + FIXED_STREAMS)
         return np.where(busy > 0, busy, step_s)
+
+    def _is_short(self, given: PickInput) -> np.ndarray:
+        kept = (cost.ROOM_KEPT_RATIO + cost.ROOM_DOUBT_RATIO) * self._pool
+        return (self._pool > 0) & (given.prompt_tokens + kept > self._available)
 
 
 def _with_rates(view: EndpointView, rates: cost.Rates) -> EndpointView:

@@ -72,7 +72,7 @@ class SimGateway:
         self._turn = 0
         self._outputs = OutputLength()
         self._stretch = Stretch()
-        self._busy_steps = BusySteps()
+        self._busy_steps = policy.busy_steps = BusySteps()
         self._placed: dict[int, Placed] = {}
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gateway.routing.busy_steps import FIXED_STREAMS
+from gateway.routing.busy_steps import BusySteps
+from gateway.routing.cost import Rates, Work, candidate_cost
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.event_applier import EventApplier
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Stream
 from gateway.routing.picker import NoEndpoint, PickInput, pick
-from gateway.routing.prefix_index import Match, PrefixIndex
+from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex
 from loadtests.sim.block_store import HashJournal, Removed, SimPool, Stored
 from loadtests.sim.cluster import Cluster, ClusterSettings
 from loadtests.sim.cost_model import MODELS
@@ -179,7 +180,7 @@ def _occupy(pool: BlockPool, tokens: list[int], seq_id: int) -> None:
     pool.release(table)
 
 
-def random_fleet(draw: random.Random) -> PickInput:
+def random_fleet(draw: random.Random) -> tuple[PickInput, BusySteps]:
     """Up to 90 workers in any mood: idle, busy, full, unmeasured, holding some of the prompt."""
     views, loads, matches = [], {}, {}
     for number in range(draw.randint(2, 90)):
@@ -200,18 +201,26 @@ def random_fleet(draw: random.Random) -> PickInput:
     streams = {name: [Stream(draw.randrange(200, 3000), draw.randrange(900), 100,
                              draw.choice((None, draw.uniform(90, 100)))) for _ in range(load.num_inflight)]
                for name, load in loads.items()}
-    shares = {view.endpoint_id: draw.choice((0.0, 0.0, 1e-5, 1e-3)) for view in views}
+    steps = steps_seen(draw, views)
     return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random(),
                      now=draw.uniform(100, 110), shared_ratio=draw.random(), stretch=draw.uniform(1, 4),
-                     streams_of=lambda name: streams.get(name, ()),
-                     busy_step_of=lambda name, num_active: shares[name] * (num_active + FIXED_STREAMS))
+                     streams_of=lambda name: streams.get(name, ()), busy_step_of=steps.step_s), steps
+
+
+def steps_seen(draw: random.Random, views: list[EndpointView]) -> BusySteps:
+    """By some of them, or by none."""
+    steps, rates = BusySteps(), Rates(1e4, 0.02)
+    for view in draw.choices(views, k=draw.choice((0, 1, 40))):
+        expected = candidate_cost(view, NO_MATCH, LoadView(3, 900), Work(5000, 100), rates=rates)
+        steps.saw(expected, draw.uniform(0.5, 4) * expected.first_token_s)
+    return steps
 
 
 def test_a_shortlist_changes_no_decision() -> None:
     num_whole = num_narrowed = 0
     for seed in range(300):
-        given = random_fleet(random.Random(seed))
-        narrowed = Shortlist(given.endpoints, given.loads).narrow(given)
+        given, steps = random_fleet(random.Random(seed))
+        narrowed = Shortlist(given.endpoints, given.loads, steps).narrow(given)
         ours, whole = pick(structs.replace(given, endpoints=narrowed)), pick(given)
         assert not isinstance(ours, NoEndpoint)
         assert not isinstance(whole, NoEndpoint)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from gateway.routing.busy_steps import BusySteps
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision, decide
@@ -18,12 +19,13 @@ from loadtests.sim.sim_request import SimRequest
 
 class RoutingPolicy:
     """`uses_index`: it wants exact matches in PickInput, so cache events are delivered and bets are placed.
-    `makes_copies`: its gateway has hot prefixes computed ahead of need."""
+    `makes_copies`: its gateway has hot prefixes computed ahead of need. `busy_steps`: what its gateway learns."""
 
     name = ""
     uses_index = False
     makes_copies = False
     speculative_ttl_s = 5.0
+    busy_steps: BusySteps
 
     def choose(self, given: PickInput, request: SimRequest) -> RoutingDecision | NoEndpoint:
         """Where the request goes. `request` is for its block hashes; its answer's length is nobody's to know."""
@@ -61,7 +63,7 @@ class ServerPolicy(RoutingPolicy):
         if not self.uses_index or len(given.endpoints) < ENDPOINTS_MIN:
             return self._policy(given)
         if self._shortlist is None:
-            self._shortlist = Shortlist(given.endpoints, given.loads)
+            self._shortlist = Shortlist(given.endpoints, given.loads, self.busy_steps)
         return self._policy(structs.replace(given, endpoints=self._shortlist.narrow(given)))
 
     def endpoint_changed(self, view: EndpointView, load: LoadView) -> None:
