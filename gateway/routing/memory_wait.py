@@ -45,7 +45,7 @@ class Streams(list[Stream]):
 
     @property
     def columns(self) -> np.ndarray:
-        """A row each for tokens held, output expected, and the instant of the first byte: not a number without one."""
+        """A row each: tokens held, output expected, the instant of the first byte (not a number without one)."""
         if self._columns is None:
             self._columns = np.array([[stream.held_tokens for stream in self],
                                       [stream.output_tokens for stream in self],

@@ -55,7 +55,9 @@ class LengthProfile:
         lengths, means = self._means
         num_longer = len(lengths) - np.searchsorted(lengths, generated, side="right")
         own = np.maximum(expected - generated, LEAST_LEFT_RATIO * expected)
-        return np.where((num_longer >= LONGER_MIN) & (expected >= self.mean - 1), means[num_longer] - generated, own)
+        is_known = (num_longer >= LONGER_MIN) & (expected >= self.mean - 1)
+        left: np.ndarray = np.where(is_known, means[num_longer] - generated, own)
+        return left
 
     def _sort(self) -> None:
         self._lengths.sort()

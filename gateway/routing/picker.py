@@ -235,38 +235,29 @@ class _Pricing:
                 num_waiting += 1
 
     def _price_by_floors(self, rest: list[int]) -> None:
-        session = self._given.session_endpoint_id
-        for at in [at for at in rest if self._views[at].endpoint_id == session]:
-            rest.remove(at)
-            self._price(at)   # its bonus would take it below its floor
-        views, loads, matches = self._views, self._given.loads, self.matches
-        rows = []
-        for at in rest:
-            name = views[at].endpoint_id
-            rows.append((views[at], loads.get(name, NO_LOAD), matches.get(name, NO_MATCH)))
-        floors = RoomFloors(rows, self.work, self._rates)
+        loads, matches = self._given.loads, self.matches
+        floors = RoomFloors([(view, loads.get(view.endpoint_id, NO_LOAD), matches.get(view.endpoint_id, NO_MATCH))
+                             for view in map(self._views.__getitem__, rest)], self.work, self._rates)
         self._price(rest[floors.likeliest()])
-        reach = self._reach
-        near = [number for number in floors.within(reach) if rest[number] not in self.priced]
+        near = self._near(floors, rest)
         while near:
-            self._price(rest[near[0]])
-            if self._reach < reach:
-                reach = self._reach
-                near = [number for number in floors.within(reach) if rest[number] not in self.priced]
-            else:
-                del near[0]
+            reach = self._reach
+            self._price(near[0])
+            near = near[1:] if self._reach == reach else self._near(floors, rest)
+
+    def _near(self, floors: RoomFloors, rest: Sequence[int]) -> list[int]:
+        return [rest[row] for row in floors.within(self._reach) if rest[row] not in self.priced]
 
     def _price(self, at: int) -> CandidateCost:
-        load, match = self._load_and_match(at)
-        view = self._views[at]
-        cost = self.priced[at] = candidate_cost(view, match, load, self.work, rates=self._rates,
-                                                in_session=view.endpoint_id == self._given.session_endpoint_id)
-        self._reach = min(self._reach, _reach(cost.total_s))
+        given, view = self._given, self._views[at]
+        endpoint_id = view.endpoint_id
+        cost = self.priced[at] = candidate_cost(
+            view, self.matches.get(endpoint_id, NO_MATCH), given.loads.get(endpoint_id, NO_LOAD), self.work,
+            rates=self._rates, in_session=endpoint_id == given.session_endpoint_id)
+        reach = _reach(cost.total_s)
+        if reach < self._reach:
+            self._reach = reach
         return cost
-
-    def _load_and_match(self, at: int) -> tuple[LoadView, Match]:
-        endpoint_id = self._views[at].endpoint_id
-        return self._given.loads.get(endpoint_id, NO_LOAD), self.matches.get(endpoint_id, NO_MATCH)
 
 
 def _reach(best_s: float) -> float:

@@ -99,7 +99,8 @@ class RoomFloors:
         return int(self._guess_s.argmin())
 
     def within(self, reach_s: float) -> list[int]:
-        """Who may cost so much or less, the one that is thought to be cheapest first; never more than the last time."""
+        """Who may cost so much or less, the one that is thought to be cheapest first. Streams are looked at once, of
+        those that may cost as much as the first time that somebody asks."""
         is_near = self._base_s <= reach_s
         if self._streams is None:
             self._streams = self._table_of((is_near & self._is_short).nonzero()[0])
@@ -113,7 +114,7 @@ class RoomFloors:
         return nearest
 
     def _unroomed_s(self, matched: np.ndarray, free: np.ndarray) -> np.ndarray:
-        """The cost without the wait for memory, the steps that a prompt meets, and what is only ever added."""
+        """The cost without the wait for memory and what is only ever added; each might be the session's."""
         work, token_s = self._work, self._token_s
         prompt, output = work.prompt_tokens, work.expected_output_tokens
         uncached = prompt - matched
@@ -121,7 +122,8 @@ class RoomFloors:
         others_s = self._num_active * (cost.STREAM_WEIGHT * output * token_s + cost.STALL_WEIGHT * prefill_s)
         evicted = np.maximum(uncached + output - np.maximum(free, 0.0), 0.0)
         evict_s = np.where(self._pool > 0, cost.EVICTED_REUSE_RATIO * evicted * token_s, 0.0)
-        total_s: np.ndarray = self._queue_s + prefill_s + others_s + evict_s
+        total_s: np.ndarray = (self._queue_s + prefill_s + others_s + evict_s
+                               - cost.SESSION_BONUS_TOKENS * token_s)
         return total_s
 
     def _find_short(self) -> None:

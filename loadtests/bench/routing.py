@@ -24,6 +24,7 @@ from gateway.routing.event_applier import EventApplier
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.picker import PickInput, pick
 from gateway.routing.prefix_index import Match, PrefixIndex
+from loadtests.bench.full_fleet import full_fleet
 from worker.protocol.block_hash import HashScheme, block_hashes
 from worker.protocol.cache_events import BlockStored
 
@@ -167,6 +168,11 @@ def pick_figure(rng: random.Random) -> Figure:
     return Figure(f"pick, {NUM_ENDPOINTS} endpoints", best_us(lambda: pick(given)), "us", 60.0)
 
 
+def full_pick_figure(rng: random.Random, num_endpoints: int, goal: float) -> Figure:
+    given = full_fleet(rng, num_endpoints)
+    return Figure(f"pick, {num_endpoints} endpoints, all full", best_us(lambda: pick(given)), "us", goal)
+
+
 def memory_figures(rng: random.Random) -> Iterator[Figure]:
     for num_sharers in (1, 8):
         gc.collect()
@@ -187,7 +193,7 @@ def memory_figures(rng: random.Random) -> Iterator[Figure]:
 def figures() -> list[Figure]:
     rng = random.Random(SEED)
     return [*match_figures(rng), *event_figures(rng), *booking_figures(rng), purge_figure(rng), pick_figure(rng),
-            *memory_figures(rng)]
+            full_pick_figure(rng, NUM_ENDPOINTS, 300.0), full_pick_figure(rng, 1000, 3000.0), *memory_figures(rng)]
 
 
 def main() -> None:

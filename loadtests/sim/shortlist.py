@@ -27,7 +27,7 @@ UNSEEN = -1.0        # in place of a share, which is never below zero
 
 
 class Shortlist:
-    """Rows in the order of the endpoints; update() whenever a view or a load changed, or `steps` saw a first token."""
+    """Rows in the order of the endpoints; update() whenever a view or a load changed, or `steps` saw something."""
 
     def __init__(self, views: Sequence[EndpointView], loads: Mapping[str, LoadView], steps: BusySteps) -> None:
         self._steps = steps

@@ -75,7 +75,8 @@ def test_the_pick_is_as_if_all_had_been_priced(seed: int) -> None:
 
 def test_where_all_wait_few_are_priced() -> None:
     fleet = full_fleet(random.Random(3), 64)
-    rows = [(view, fleet.loads[view.endpoint_id], (fleet.matches or {})[view.endpoint_id]) for view in fleet.endpoints]
+    rows = [(view, fleet.loads[view.endpoint_id], (fleet.matches or {})[view.endpoint_id])
+            for view in fleet.endpoints]
     decision = pick(fleet)
     assert isinstance(decision, RoutingDecision)
     assert decision.cost is not None
