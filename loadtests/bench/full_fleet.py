@@ -9,7 +9,7 @@ import random
 
 from gateway.routing.busy_steps import BusySteps
 from gateway.routing.endpoint import EndpointView
-from gateway.routing.load_ledger import Booking, Footprint, LoadLedger
+from gateway.routing.load_ledger import Footprint, LoadLedger
 from gateway.routing.output_length import PROFILE_RENEWED_EVERY, OutputLength
 from gateway.routing.picker import PickInput
 from gateway.routing.prefix_index import Match
@@ -35,7 +35,7 @@ def full_fleet(rng: random.Random, num_endpoints: int) -> PickInput:
     for number in range(num_endpoints):
         name = f"worker-{number}"
         for _ in range(STREAMS_EACH):
-            _book(rng, ledger, name, rng.choice(families), outputs.expected(MODEL))
+            _book(rng, ledger, name, rng.choice(families), output_tokens=outputs.expected(MODEL))
         load = ledger.load(name)
         views.append(EndpointView(
             name, "1", prefill_tokens_per_s=rng.uniform(3500.0, 4500.0), decode_step_s=rng.uniform(0.018, 0.022),
@@ -49,7 +49,7 @@ def full_fleet(rng: random.Random, num_endpoints: int) -> PickInput:
                      lengths=outputs.profile(MODEL), chain=chain, busy_step_of=BusySteps().step_s)
 
 
-def _book(rng: random.Random, ledger: LoadLedger, name: str, family: list[int], output_tokens: int) -> Booking:
+def _book(rng: random.Random, ledger: LoadLedger, name: str, family: list[int], *, output_tokens: int) -> None:
     chain = [*family, *_hashes(rng, rng.randrange(PROMPT_BLOCKS - SHARED_BLOCKS))]
     matched = rng.choice((0, SHARED_BLOCKS))
     booking = ledger.book(name, "1", prefill_tokens=(len(chain) - matched) * BLOCK_SIZE + 1,
@@ -57,7 +57,6 @@ def _book(rng: random.Random, ledger: LoadLedger, name: str, family: list[int], 
                           footprint=Footprint(chain, matched, matched * BLOCK_SIZE, output_tokens, NOW - 5.0))
     if rng.random() > WAITING_RATIO:
         booking.prefill_done(NOW - rng.uniform(0.0, 4.0))
-    return booking
 
 
 def _hashes(rng: random.Random, count: int) -> list[int]:
