@@ -1,7 +1,7 @@
 """The threads that compute a compiled decode step together: the caller's, and some that sleep between steps.
 
 Owns the sleepers. They are woken once a step and look for each other at its barriers; on cores that others use too
-(OMP_WAIT_POLICY=PASSIVE) they sleep there at once.
+they sleep there at once, as libgomp's threads do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -18,12 +18,18 @@ logger = logging.getLogger("headstart.model")
 Part = Callable[[int], None]
 
 
+def looks_before_sleep(environment: Mapping[str, str]) -> int:
+    """As libgomp has it: PASSIVE sleeps at once, unless GOMP_SPINCOUNT says that it looks a while first."""
+    passive = environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    return 0 if passive and environment.get("GOMP_SPINCOUNT", "0") == "0" else LOOKS_MAX
+
+
 class ThreadTeam:
     """`run` calls a function with 0, 1, ... size - 1 at once, 0 on the caller's thread. One caller at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.looks = 0 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else LOOKS_MAX
+        self.looks = looks_before_sleep(os.environ)
         self.signals = np.zeros(64, dtype=np.int32)
         self._part: Part = lambda thread: None
         self._wakers = [threading.Semaphore(0) for _ in range(size - 1)]
