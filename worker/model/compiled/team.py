@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-LOOKS_MAX = 20_000      # some tenths of a millisecond
+# Of a team's signals, each in a cache line of its own.
+ARRIVED, TURN, SLEEPERS, IN_VAIN = 0, 16, 32, 48
+LOOKS_MAX = 2000        # some 50 us; shares of a step of few rows end nearer to each other
+# A thread that is looked for longer may share the looker's own core, because somebody works on the others: it then
+# gets on only while the looker sleeps. After so many such looks a step's threads sleep at once, as do the next steps'.
+IN_VAIN_MAX = 8
+STEPS_ASLEEP = 8
+FEW_ROWS, MANY_ROWS = range(2)      # kinds of steps; where rows are many, shares may well end apart
 logger = logging.getLogger("headstart.model")
 Part = Callable[[int], None]
 
@@ -30,10 +37,20 @@ class ThreadTeam:
     def __init__(self, size: int) -> None:
         self.size = size
         self.looks = looks_before_sleep(os.environ)
-        self.signals = np.zeros(64, dtype=np.int32)
+        self._signals = np.zeros((2, 64), dtype=np.int32)
+        self._steps_asleep = 0
         self._part: Part = lambda thread: None
         self._wakers = [threading.Semaphore(0) for _ in range(size - 1)]
         self._started = False
+
+    def for_step(self, kind: int) -> tuple[int, int, np.ndarray]:
+        """What a Team is made of, for one step of this kind, which `run` is then called for."""
+        signals = self._signals[kind]
+        asleep = kind == FEW_ROWS and signals[IN_VAIN] >= IN_VAIN_MAX and self._steps_asleep < STEPS_ASLEEP
+        self._steps_asleep = self._steps_asleep + 1 if asleep else 0
+        if not asleep:
+            signals[IN_VAIN] = 0
+        return self.size, self.looks, signals
 
     def run(self, part: Part) -> None:
         """`part` must itself wait until every thread is through with what matters."""
