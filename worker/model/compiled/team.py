@@ -17,7 +17,7 @@ import numpy as np
 ARRIVED, TURN, SLEEPERS, IN_VAIN = 0, 16, 32, 48
 LOOKS_MAX = 2000        # some 50 us; shares of a step of few rows end nearer to each other
 # A thread that is looked for longer may share the looker's own core, because somebody works on the others: it then
-# gets on only while the looker sleeps. After so many such looks a step's threads sleep at once, as do the next steps'.
+# gets on only while the looker sleeps. After so many such looks a step's threads sleep at once, like the next steps'.
 IN_VAIN_MAX = 8
 STEPS_ASLEEP = 8
 FEW_ROWS, MANY_ROWS = range(2)      # kinds of steps; where rows are many, shares may well end apart
