@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -238,6 +239,28 @@ def test_compiled_code_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert model._compact is not None
     assert compile_decoder(model._compact, model.spec, default_cache_dir()) is None
     assert "of the logits' spread" in caplog.text
+
+
+@given(begin=st.integers(0, 40), length=st.integers(1, 200), gap=st.sampled_from([0, 16, 64, 512]),
+       seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_sums_are_the_same_wherever_arrays_lie(begin: int, length: int, gap: int, seed: int) -> None:
+    """Loops that store are compiled twice, for arrays apart and for arrays that may overlap."""
+    from worker.model.compiled.kernels import softmax_into
+    from worker.model.compiled.prompt_attention import weigh
+
+    scores = (3 * np.random.default_rng(seed).standard_normal(240)).astype(np.float32)
+    found, span = [], (begin, min(begin + length, len(scores)))
+    for apart in (gap, 4096):
+        room = np.zeros(8192, dtype=np.uint8)
+        given_scores = room[:scores.nbytes].view(np.float32)
+        weights = room[scores.nbytes + apart:][:scores.nbytes // 2].view(np.uint16)
+        given_scores[:] = scores
+        total = softmax_into(given_scores, *span, weights)
+        given_scores[:], seen = scores, np.array([0, 1], dtype=np.float32)
+        weigh((given_scores, weights), span, (np.float32(1), np.float32(0)), seen)
+        found.append((total, *seen))
+    assert found[0] == found[1]
 
 
 @given(num_out=st.integers(1, 200), num_in=st.integers(1, 6).map(lambda count: count * 32), seed=st.integers(0, 99))

@@ -19,7 +19,7 @@ from worker.model.compiled.int8_panels import round_and_pack
 from worker.model.compiled.kernels import GELU, GELU_TANH, SILU
 from worker.model.compiled.machine import LANES, PANEL
 from worker.model.compiled.step import Decoder, Room, Rows, Team, decode
-from worker.model.compiled.team import ThreadTeam
+from worker.model.compiled.team import FEW_ROWS, ThreadTeam
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
 from worker.model.linear import PANEL_INPUTS, Linear, PackedLinear
@@ -198,8 +198,7 @@ class CompiledDecoder:
         room = self._room(num_rows, rows.tables.shape[1] * storage.block_size)
         if self._int8 is not None and num_rows <= INT8_ROWS_MAX:
             decoder = self._int8.read_by(decoder)
-        team = Team(self.team.size, self.team.looks, self.team.signals)
-        self.team.run(partial(_decode, team, decoder, (rows, room)))
+        self.team.run(partial(_decode, Team(*self.team.for_step(FEW_ROWS)), decoder, (rows, room)))
         return logits[:, :self.vocab_size]
 
     def _rows(self, batch: ForwardBatch, storage: KVStorage, logits: torch.Tensor) -> Rows:

@@ -238,19 +238,26 @@ def _largest(scores: np.ndarray, begin: int, end: int) -> np.float32:
 
 
 @compiled
+def sum_of(x: np.ndarray) -> np.float32:
+    """In a loop that also stores, the order would depend on how near each other the arrays happen to lie."""
+    total = np.float32(0.0)
+    for index in range(len(x)):
+        total += x[index]
+    return total
+
+
+@compiled
 def softmax_into(scores: np.ndarray, begin: int, end: int, weights: np.ndarray) -> np.float32:
-    """exp(score - largest) in bf16, nothing outside [begin, end); returns their sum."""
+    """exp(score - largest), in place and in bf16, where nothing is outside [begin, end); returns their sum."""
     largest = _largest(scores, begin, end)
     for index in range(begin):
         weights[index] = 0
     for index in range(end, len(weights)):
         weights[index] = 0
-    total = np.float32(0.0)
     for index in range(begin, end):
-        weight = exp(scores[index] - largest)
-        weights[index] = to_bf16(weight)
-        total += weight
-    return total
+        scores[index] = exp(scores[index] - largest)
+        weights[index] = to_bf16(scores[index])
+    return sum_of(scores[begin:end])
 
 
 @compiled

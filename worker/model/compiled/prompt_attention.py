@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from worker.model.compiled.kernels import _ROUND, Matrix, address_of, panel_product, tanh
+from worker.model.compiled.kernels import _ROUND, Matrix, address_of, panel_product, sum_of, tanh
 from worker.model.compiled.machine import (
     _F32,
     _FLOATS,
@@ -131,14 +131,12 @@ def weigh(row: tuple[np.ndarray, np.ndarray], span: tuple[int, int], scaling: tu
     before = seen[0]
     largest_of((address_of(scores), len(weights) // LANES, address_of(seen)))
     largest = max(before, seen[0] * factor)
-    total = np.float32(0.0)
     for index in range(len(weights)):
-        weight = power_of_two(scores[index] * factor - largest)
-        weights[index] = to_bf16(weight)
-        total += weight
+        scores[index] = power_of_two(scores[index] * factor - largest)
+        weights[index] = to_bf16(scores[index])
     change = power_of_two(before - largest)
     seen[0] = largest
-    seen[1] = seen[1] * change + total
+    seen[1] = seen[1] * change + sum_of(scores[:len(weights)])
     return change
 
 

@@ -18,6 +18,7 @@ from worker.model.compiled.packing import CHUNK
 from worker.model.compiled.prompt_attention import tile_rows
 from worker.model.compiled.prompt_step import ROWS_MAX, PromptRoom, Prompts, compute
 from worker.model.compiled.step import Decoder, Team
+from worker.model.compiled.team import MANY_ROWS
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
 
@@ -52,7 +53,7 @@ class CompiledPrompts:
         prompts = self._prompts(layout, fixed, logits)
         room = self._room(layout.num_rows, layout.num_logits)
         team = self._decoder.team
-        team.run(partial(_compute, Team(team.size, team.looks, team.signals), fixed, (prompts, room)))
+        team.run(partial(_compute, Team(*team.for_step(MANY_ROWS)), fixed, (prompts, room)))
         return logits[:, :self.vocab_size]
 
     def _prompts(self, layout: BatchLayout, fixed: Decoder, logits: torch.Tensor) -> Prompts:

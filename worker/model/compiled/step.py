@@ -41,11 +41,11 @@ from worker.model.compiled.machine import (
     sleep_while,
     wake_all,
 )
+from worker.model.compiled.team import ARRIVED, IN_VAIN, IN_VAIN_MAX, SLEEPERS, TURN
 
 BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP = range(4)
 OF_QUERY, OF_KEY = range(2)
 QKV, ATTENTION_OUT, GATE, UP, DOWN = range(5)
-ARRIVED, TURN, SLEEPERS = 0, 16, 32     # of a team's signals, each in a cache line of its own
 
 
 class Decoder(NamedTuple):
@@ -107,7 +107,8 @@ class Room(NamedTuple):
 
 
 class Team(NamedTuple):
-    """`size` threads that call `decode` together, and how often one looks for the others before it sleeps."""
+    """`size` threads that call `decode` together, how often one looks for the others before it sleeps, and what they
+    tell each other. ThreadTeam makes it, for one step."""
 
     size: int
     looks: int
@@ -127,11 +128,13 @@ def wait_for_all(team: Team) -> None:
         if atomic_load(signals + 4 * SLEEPERS) > 0:
             wake_all(signals + 4 * TURN)
         return
-    looks = 0
+    looks = team.looks if atomic_load(signals + 4 * IN_VAIN) < IN_VAIN_MAX else 0
     while atomic_load(signals + 4 * TURN) == turn_now:
-        if looks < team.looks:
-            looks += 1
+        if looks > 0:
+            looks -= 1
             pause()
+            if looks == 0:
+                atomic_add(signals + 4 * IN_VAIN, np.int32(1))
         else:
             atomic_add(signals + 4 * SLEEPERS, np.int32(1))
             sleep_while(signals + 4 * TURN, turn_now)

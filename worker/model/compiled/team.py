@@ -1,7 +1,7 @@
 """The threads that compute a compiled decode step together: the caller's, and some that sleep between steps.
 
 Owns the sleepers. They are woken once a step and look for each other at its barriers; on cores that others use too
-(OMP_WAIT_POLICY=PASSIVE) they sleep there at once.
+they sleep there at once, as libgomp's threads do.
 """
 
 from __future__ import annotations
@@ -9,13 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-LOOKS_MAX = 20_000      # some tenths of a millisecond
+# Of a team's signals, each in a cache line of its own.
+ARRIVED, TURN, SLEEPERS, IN_VAIN = 0, 16, 32, 48
+LOOKS_MAX = 2000        # some 50 us; shares of a step of few rows end nearer to each other
+# A thread that is looked for longer may share the looker's own core, because somebody works on the others: it then
+# gets on only while the looker sleeps. After so many such looks a step's threads sleep at once, like the next steps'.
+IN_VAIN_MAX = 8
+STEPS_ASLEEP = 8
+FEW_ROWS, MANY_ROWS = range(2)      # kinds of steps; where rows are many, shares may well end apart
 logger = logging.getLogger("headstart.model")
 Part = Callable[[int], None]
+
+
+def looks_before_sleep(environment: Mapping[str, str]) -> int:
+    """As libgomp has it: PASSIVE sleeps at once, unless GOMP_SPINCOUNT says that it looks a while first."""
+    passive = environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    return 0 if passive and environment.get("GOMP_SPINCOUNT", "0") == "0" else LOOKS_MAX
 
 
 class ThreadTeam:
@@ -23,11 +36,21 @@ class ThreadTeam:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.looks = 0 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else LOOKS_MAX
-        self.signals = np.zeros(64, dtype=np.int32)
+        self.looks = looks_before_sleep(os.environ)
+        self._signals = np.zeros((2, 64), dtype=np.int32)
+        self._steps_asleep = 0
         self._part: Part = lambda thread: None
         self._wakers = [threading.Semaphore(0) for _ in range(size - 1)]
         self._started = False
+
+    def for_step(self, kind: int) -> tuple[int, int, np.ndarray]:
+        """What a Team is made of, for one step of this kind, which `run` is then called for."""
+        signals = self._signals[kind]
+        asleep = kind == FEW_ROWS and signals[IN_VAIN] >= IN_VAIN_MAX and self._steps_asleep < STEPS_ASLEEP
+        self._steps_asleep = self._steps_asleep + 1 if asleep else 0
+        if not asleep:
+            signals[IN_VAIN] = 0
+        return self.size, self.looks, signals
 
     def run(self, part: Part) -> None:
         """`part` must itself wait until every thread is through with what matters."""
