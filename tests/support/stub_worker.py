@@ -97,6 +97,8 @@ class StubWorker:
         self.ring_size = 1000
         self.blocks_total = 1000
         self.tells_events = True
+        self.num_running = 0   # requests of others
+        self.num_looks = 0     # at GET /kv
         self.event_addresses: tuple[str, str] | None = None  # in place of its own: a proxy's
         self.num_unchanged_tokenizers = 0
         self.was_probed, self.may_be_probed = asyncio.Event(), asyncio.Event()
@@ -187,6 +189,7 @@ class StubWorker:
     # ---- side channel --------------------------------------------------------------------------------------------
 
     async def _kv(self, request: web.Request) -> web.Response:
+        self.num_looks += 1
         await self.may_tell.wait()
         if self.kv_problem is not None:
             return _error(self.kv_problem, "worker_loading", "The model is still loading.")
@@ -203,6 +206,7 @@ class StubWorker:
                                strict=True)) if self.tells_events else None,
             "blocks": {"total": self.blocks_total, "free": max(0, self.blocks_total - num_blocks),
                        "cached": num_blocks, "used": 0},
+            "load": {"running": self.num_running},
             "rates": {"prefill_tokens_per_s": 1000.0, "decode_step_s": 0.01}, "field_of_tomorrow": 1})
 
     async def _snapshot(self, request: web.Request) -> web.Response:
