@@ -38,6 +38,9 @@ COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
                                    "num_attention_heads": 3, "num_key_value_heads": 3}),
     "qwen2_window": ("Qwen2Config", {**_WIDE, "hidden_size": 128, "use_sliding_window": True,
                                      "sliding_window": WINDOW, "max_window_layers": 1}),
+    "phi3": ("Phi3Config", {"hidden_size": 128, "sliding_window": WINDOW}),
+    "phi4": ("Phi3Config", {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1,
+                            "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 128}),
     "gemma2": ("Gemma2Config", {**_TWO_KINDS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("Gemma3TextConfig", {**_TWO_KINDS, "num_key_value_heads": 1}),
@@ -106,10 +109,11 @@ def through_torch(run: PagedRun, shares: list[SequenceRows]) -> torch.Tensor:
         model._few_rows, model._many_rows = compiled
 
 
-@given(family=st.sampled_from(sorted(COMPILED)), block_size=st.sampled_from([16, 32]),
+@pytest.mark.parametrize("family", COMPILED)
+@given(block_size=st.sampled_from([16, 32]),
        lengths=st.lists(st.one_of(st.integers(1, LENGTH_MAX), st.sampled_from([1, 2, 16, 17, WINDOW, WINDOW + 1])),
                         min_size=1, max_size=20))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_step_is_as_near_to_float32_as_torchs_own(family: str, block_size: int, lengths: list[int]) -> None:
     run = PagedRun(compiled_model(family, block_size))
     shares = decoding(run, lengths)
@@ -120,7 +124,7 @@ def test_a_step_is_as_near_to_float32_as_torchs_own(family: str, block_size: int
     assert rms(found - exact) <= 1.2 * rms(other - exact) + 0.002 * rms(exact)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu", "phi4"])
 def test_what_a_step_writes_is_what_torch_would_have_written(family: str) -> None:
     """Keys and values of the new position, and zeros behind it in a block that it opens; nothing anywhere else."""
     ours, theirs = PagedRun(compiled_model(family)), PagedRun(compiled_model(family))

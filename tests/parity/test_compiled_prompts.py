@@ -52,9 +52,10 @@ def logits_of(run: PagedRun, steps: list[list[Salted]]) -> torch.Tensor:
     return torch.cat([run.step(*(share for _, share in step)) for step in steps])
 
 
-@given(family=st.sampled_from(sorted(COMPILED)), block_size=st.sampled_from([16, 32]),
+@pytest.mark.parametrize("family", COMPILED)
+@given(block_size=st.sampled_from([16, 32]),
        cuts=st.lists(st.lists(LENGTHS, min_size=1, max_size=4), min_size=1, max_size=3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_steps_are_as_near_to_float32_as_torchs_own(family: str, block_size: int, cuts: list[list[int]]) -> None:
     ours, theirs = (run_of(family, many_rows=many, block_size=block_size) for many in (True, False))
     steps = steps_of(ours, cuts)
@@ -64,7 +65,7 @@ def test_steps_are_as_near_to_float32_as_torchs_own(family: str, block_size: int
     assert rms(found - exact) <= 1.2 * rms(other - exact) + 0.002 * rms(exact)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu", "phi4"])
 def test_what_a_step_writes_is_what_torch_would_have_written(family: str) -> None:
     """Keys and values from `write_from` on, zeros behind them in a block that is opened, nothing anywhere else."""
     stores = []

@@ -122,13 +122,13 @@ def test_strict_rows_do_not_depend_on_cuts_or_company(model: Path, adapters: dic
 
 
 FAMILIES = {"llama": ALL_LINEAR, "gemma3": ("k_proj", "v_proj", "gate_proj"), "qwen3": ("q_proj", "down_proj"),
-            "phi3": ("qkv_proj", "gate_up_proj", "down_proj")}
+            "phi3": ("qkv_proj", "gate_up_proj", "down_proj"), "mixtral": ("q_proj", "o_proj")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fast_mode_in_every_way_that_it_runs(family: str, dtype: str, tmp_path: Path) -> None:
-    """Fused layers (Llama, Gemma, Qwen) and transformers' own (Phi); rows with, without and of another adapter."""
+    """Compact layers and transformers' own (Mixtral); rows with an adapter, with none and with another."""
     folder = tiny_model_folder(family)
     paths = [write_adapter(tmp_path / str(seed), folder, seed=seed, target_modules=names)
              for seed, names in enumerate([FAMILIES[family], FAMILIES[family][:1]])]

@@ -7,7 +7,16 @@ import time
 
 import pytest
 
-from worker.model.compiled.team import FEW_ROWS, IN_VAIN, IN_VAIN_MAX, MANY_ROWS, SLEEPERS, STEPS_ASLEEP, ThreadTeam
+from worker.model.compiled.team import (
+    FEW_ROWS,
+    IN_VAIN,
+    IN_VAIN_MAX,
+    MANY_ROWS,
+    SLEEPERS,
+    STEPS_BY_HALF,
+    STEPS_BY_HALF_MAX,
+    ThreadTeam,
+)
 
 WAIT_S = 60
 
@@ -21,29 +30,41 @@ def test_after_a_part_that_fails_on_every_thread_the_next_one_runs_on_all() -> N
         raise ValueError(thread)
 
     with pytest.raises(ValueError, match="0"):
-        team.run(fail)
+        team.run(fail, 3)
     seen: set[int] = set()
 
     def work(thread: int) -> None:
         seen.add(thread)
         working.wait(WAIT_S)
 
-    team.run(work)
+    team.run(work, 3)
     assert seen == {0, 1, 2}
+    seen.clear()
+    team.run(seen.add, 1)
+    assert seen == {0}
 
 
-def test_after_a_step_that_looked_in_vain_the_next_ones_sleep_and_then_look_again() -> None:
-    team = ThreadTeam(2)
+@pytest.mark.parametrize("size", [2, 5])
+def test_after_a_step_that_looked_in_vain_half_as_many_do_the_next_ones(size: int) -> None:
+    team, limit = ThreadTeam(size), IN_VAIN_MAX * (size - 1)
 
-    def looked_in_vain(kind: int) -> int:
-        return int(team.for_step(kind)[2][IN_VAIN])
+    def next_size(kind: int, in_vain: int) -> int:
+        """Of a step after which this was counted."""
+        of_step, _, signals = team.for_step(kind)
+        signals[IN_VAIN] = in_vain
+        return of_step
 
-    for kind, kept in ((FEW_ROWS, STEPS_ASLEEP), (MANY_ROWS, 0)):
-        for count in (IN_VAIN_MAX - 1, IN_VAIN_MAX):
-            team.for_step(kind)[2][IN_VAIN] = count
-            steps = [looked_in_vain(kind) for _ in range(STEPS_ASLEEP + 2)]
-            asleep = kept if count == IN_VAIN_MAX else 0
-            assert steps == [count] * asleep + [0] * (len(steps) - asleep)
+    turns = [STEPS_BY_HALF * 2**turn for turn in range(12)]
+    assert next_size(FEW_ROWS, limit) == size
+    for turn in turns:
+        by_half = min(turn, STEPS_BY_HALF_MAX)
+        assert [next_size(FEW_ROWS, 0) for _ in range(by_half)] == [size // 2] * by_half
+        assert next_size(MANY_ROWS, limit) == size
+        assert next_size(FEW_ROWS, limit) == size, "then all are tried again"
+    assert [next_size(FEW_ROWS, 0) for _ in range(STEPS_BY_HALF_MAX)] == [size // 2] * STEPS_BY_HALF_MAX
+    assert [next_size(FEW_ROWS, limit - 1) for _ in range(3)] == [size] * 3
+    assert next_size(FEW_ROWS, limit) == size
+    assert [next_size(FEW_ROWS, 0) for _ in range(STEPS_BY_HALF + 1)] == [size // 2] * STEPS_BY_HALF + [size]
 
 
 def test_who_looks_for_long_sleeps_until_the_other_comes() -> None:

@@ -31,11 +31,15 @@ from worker.model.compact_probe import (
 from worker.model.linear import ACTIVATIONS, Linear, fastest_linear
 from worker.model.rms_norm import RmsNorm
 
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+# What a layer, its attention and its MLP may consist of. Phi has products in one that others have apart, and names
+# what is idle but in training.
+_NORMS = {"input_layernorm", "post_attention_layernorm"}
 _MORE_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_IDLE = {"resid_attn_dropout", "resid_mlp_dropout"}
+_LAYER_PARTS = [{"self_attn", "mlp", *norms} for norms in (_NORMS, _NORMS | _IDLE, _NORMS | _MORE_NORMS)]
+_APART, _FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+_ATTENTION_PARTS = [{*_APART, "o_proj"}, {*_APART, "o_proj", "q_norm", "k_norm"}, {_FUSED, "o_proj"}]
+_MLP_PARTS = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
 
 
 class NotCompact(Exception):
@@ -98,27 +102,30 @@ def _names(module: torch.nn.Module) -> set[str]:
 
 def _check_layer(layer: Any) -> None:
     """NotCompact unless every part is known by name, and every product is a plain one."""
-    names = _names(layer)
-    if names not in (_LAYER_PARTS, _LAYER_PARTS | _MORE_NORMS):
+    if _names(layer) not in _LAYER_PARTS:
         raise NotCompact(f"{type(layer).__name__} has parts of another kind")
     attention, mlp = layer.self_attn, layer.mlp
-    if _names(attention) not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS) or _names(mlp) != _MLP_PARTS:
+    if _names(attention) not in _ATTENTION_PARTS or _names(mlp) not in _MLP_PARTS:
         raise NotCompact(f"{type(attention).__name__} or {type(mlp).__name__} has parts of another kind")
-    products = [getattr(attention, name) for name in _ATTENTION_PARTS]
-    products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    products = [each for part in (attention, mlp) for name, each in part.named_children() if name.endswith("_proj")]
     if any(type(product) is not torch.nn.Linear for product in products):
         raise NotCompact(f"a product in {type(layer).__name__} is not a plain linear layer")
-    if len({product.bias is None for product in (attention.q_proj, attention.k_proj, attention.v_proj)}) > 1:
+    if len({product.bias is None for product in _mixing(attention)}) > 1:
         raise NotCompact("only some of queries, keys and values have a bias")
 
 
+def _mixing(attention: Any) -> list[torch.nn.Linear]:
+    """What makes queries, keys and values, in this order."""
+    return [getattr(attention, name) for name in (*_APART, _FUSED) if hasattr(attention, name)]
+
+
 def _check_calls(calls: dict[int, AttentionCall], num_layers: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """NotCompact unless every layer attends, with heads as wide as the rope and values as wide as keys."""
+    """NotCompact unless every layer attends, with heads at least as wide as the rope and values as wide as keys."""
     if not num_layers or sorted(calls) != list(range(num_layers)):
         raise NotCompact("its layers do not attend in order")
     for call in calls.values():
-        if not call.query.shape[-1] == call.value.shape[-1] == cos.shape[-1] == sin.shape[-1]:
-            raise NotCompact("rope turns a part of each head only, or values are not as wide as keys")
+        if not call.query.shape[-1] == call.value.shape[-1] >= cos.shape[-1] == sin.shape[-1]:
+            raise NotCompact("rope turns more than a head, or values are not as wide as keys")
 
 
 def _ropes(module: Any, config: Any, layers: Sequence[Any]) -> tuple[tuple[Rope, ...], list[int]]:
@@ -153,15 +160,16 @@ def _take_layer(layer: Any, call: AttentionCall, rope: int, config: Any) -> Comp
     part = AttentionPart(
         layer=call.layer, num_heads=call.query.shape[0], num_kv_heads=call.key.shape[0],
         head_dim=call.query.shape[-1], scaling=call.scaling, window=call.window, softcap=call.softcap, rope=rope,
-        qkv=_take(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_take(*_mixing(attention)),
         query_norm=_norm(attention.q_norm) if has_head_norms else None,
         key_norm=_norm(attention.k_norm) if has_head_norms else None)
     after_attention = _norm(layer.post_attention_layernorm)
+    gate, up = _take_gate_and_up(mlp)
     return CompactLayer(
         attention=part, before_attention=_norm(layer.input_layernorm), attention_out=_take(attention.o_proj),
         after_attention=after_attention if has_more_norms else None,
         before_mlp=_norm(layer.pre_feedforward_layernorm) if has_more_norms else after_attention,
-        gate=_take(mlp.gate_proj), up=_take(mlp.up_proj), down=_take(mlp.down_proj),
+        gate=gate, up=up, down=_take(mlp.down_proj),
         after_mlp=_norm(layer.post_feedforward_layernorm) if has_more_norms else None,
         activation=_activation(config), residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)))
 
@@ -180,6 +188,18 @@ def _take(*modules: torch.nn.Linear) -> Linear:
     for module in modules:
         module.weight.data = module.weight.data.new_empty(0)
     return made
+
+
+def _take_gate_and_up(mlp: Any) -> tuple[Linear, Linear]:
+    """Two products, also of Phi's one: what follows the first is done while it is still in registers."""
+    if not hasattr(mlp, "gate_up_proj"):
+        return _take(mlp.gate_proj), _take(mlp.up_proj)
+    fused = mlp.gate_up_proj
+    biases = (None, None) if fused.bias is None else fused.bias.data.chunk(2)
+    gate, up = (fastest_linear([weight], [bias])
+                for weight, bias in zip(fused.weight.data.chunk(2), biases, strict=True))
+    fused.weight.data = fused.weight.data.new_empty(0)
+    return gate, up
 
 
 def _take_head(model: Any) -> Linear:

@@ -19,7 +19,8 @@ from worker.model.batch_layout import BatchLayout
 from worker.model.linear import Linear
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
-# For one kind of layer: position ids [1, rows] to cosines and sines [1, rows, dim], as transformers' rope modules do.
+# For one kind of layer: position ids [1, rows] to cosines and sines [1, rows, dim], as transformers' rope modules do;
+# of heads that are wider, the first `dim` numbers are turned.
 Rope = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -55,12 +56,18 @@ class AttentionPart:
         turned = mixed[:, :heads + kv_heads]
         if self.query_norm is not None and self.key_norm is not None:
             turned = torch.cat((self.query_norm(turned[:, :heads]), self.key_norm(turned[:, heads:])), 1)
-        cos, sin = rope
-        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin).transpose(0, 1)
+        turned = _turned(turned, *rope).transpose(0, 1)
         call = AttentionCall(layer=self.layer, query=turned[:heads], key=turned[heads:],
                              value=mixed[:, heads + kv_heads:].transpose(0, 1), scaling=self.scaling,
                              window=self.window, softcap=self.softcap)
         return attention_pass.attend(call).flatten(1)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((_turned(x[..., :size], cos, sin), x[..., size:]), -1)
+    return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,14 @@ class LoraLayers:
         """Every layer that some adapter changes."""
         return {path for parts in self._parts.values() for path in parts}
 
+    def halve(self, path: str, into: tuple[str, str]) -> None:
+        """From now on: what is added to the layer at `path` is added to the first and second half of its outputs,
+        each a layer of its own."""
+        for parts in self._parts.values():
+            if (whole := parts.pop(path, None)) is not None:
+                parts.update({half: LowRank(whole.down, up)
+                              for half, up in zip(into, whole.up.chunk(2), strict=True)})
+
     def begin(self, batch: ForwardBatch, layout: BatchLayout) -> None:
         """From now on: this pass's rows. AssertionError for an adapter that is not loaded."""
         rows: dict[bytes, list[torch.Tensor]] = {}
@@ -152,7 +160,8 @@ def _adapted(layer: CompactLayer, path: str, layers: LoraLayers) -> CompactLayer
     heads, kv_heads = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
     inside = f"{path}.self_attn"
     qkv = {f"{inside}.q_proj": slice(heads), f"{inside}.k_proj": slice(heads, heads + kv_heads),
-           f"{inside}.v_proj": slice(heads + kv_heads, None)}
+           f"{inside}.v_proj": slice(heads + kv_heads, None), f"{inside}.qkv_proj": slice(None)}
+    layers.halve(f"{path}.mlp.gate_up_proj", (f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj"))
 
     def one(plain: Linear, name: str) -> Linear:
         wanted = f"{path}.{name}"

@@ -198,7 +198,8 @@ class CompiledDecoder:
         room = self._room(num_rows, rows.tables.shape[1] * storage.block_size)
         if self._int8 is not None and num_rows <= INT8_ROWS_MAX:
             decoder = self._int8.read_by(decoder)
-        self.team.run(partial(_decode, Team(*self.team.for_step(FEW_ROWS)), decoder, (rows, room)))
+        team = Team(*self.team.for_step(FEW_ROWS))
+        self.team.run(partial(_decode, team, decoder, (rows, room)), team.size)
         return logits[:, :self.vocab_size]
 
     def _rows(self, batch: ForwardBatch, storage: KVStorage, logits: torch.Tensor) -> Rows:

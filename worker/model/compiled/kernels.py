@@ -199,12 +199,14 @@ def gate_into(gate: np.ndarray, up: np.ndarray, activation: int, out: np.ndarray
 
 @compiled
 def turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray) -> None:
-    """One head after its rope, in bf16."""
-    half = len(x) // 2
+    """One head after its rope, which may turn its first numbers only, in bf16."""
+    half = len(cos) // 2
     for index in range(half):
         low, high = x[index], x[index + half]
         out[index] = to_bf16(low * cos[index] - high * sin[index])
         out[index + half] = to_bf16(high * cos[index + half] + low * sin[index + half])
+    for index in range(2 * half, len(x)):
+        out[index] = to_bf16(x[index])
 
 
 @compiled

@@ -52,8 +52,8 @@ class CompiledPrompts:
         logits = torch.empty(layout.num_logits, fixed.head_panels * PANEL)
         prompts = self._prompts(layout, fixed, logits)
         room = self._room(layout.num_rows, layout.num_logits)
-        team = self._decoder.team
-        team.run(partial(_compute, Team(*team.for_step(MANY_ROWS)), fixed, (prompts, room)))
+        team = Team(*self._decoder.team.for_step(MANY_ROWS))
+        self._decoder.team.run(partial(_compute, team, fixed, (prompts, room)), team.size)
         return logits[:, :self.vocab_size]
 
     def _prompts(self, layout: BatchLayout, fixed: Decoder, logits: torch.Tensor) -> Prompts:

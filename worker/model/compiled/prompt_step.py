@@ -52,8 +52,9 @@ ROWS_MAX = 96       # a thread takes so many rows at a time through a layer
 class Prompts(NamedTuple):
     """A step's rows, packed end to end: float32 `hidden` [rows, hidden], overwritten; `positions`; `slots` (-1: K/V
     are there already); how many slots `behind` are cleared with a row's; cosines and sines `turns`
-    [rope, 2, rows, dim]. `tiles` of attention are (sequence, first row, rows), `tables` the sequences' blocks.
-    `taken` counts each layer's tiles, from 0. `wanted` are the rows whose `logits` are, [wanted rows, outputs]."""
+    [rope, 2, rows, numbers of a head that turn]. `tiles` of attention are (sequence, first row, rows), `tables` the
+    sequences' blocks. `taken` counts each layer's tiles, from 0. `wanted` are the rows whose `logits` are, [wanted
+    rows, outputs]."""
 
     hidden: np.ndarray
     positions: np.ndarray

@@ -128,7 +128,7 @@ def wait_for_all(team: Team) -> None:
         if atomic_load(signals + 4 * SLEEPERS) > 0:
             wake_all(signals + 4 * TURN)
         return
-    looks = team.looks if atomic_load(signals + 4 * IN_VAIN) < IN_VAIN_MAX else 0
+    looks = team.looks if atomic_load(signals + 4 * IN_VAIN) < IN_VAIN_MAX * (team.size - 1) else 0
     while atomic_load(signals + 4 * TURN) == turn_now:
         if looks > 0:
             looks -= 1
