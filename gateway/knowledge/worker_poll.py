@@ -28,6 +28,7 @@ from gateway.knowledge.event_feed import QUIET_CHECK_S, EventFeed
 from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.joining import Joined, Joining
 from gateway.routing.load_ledger import LoadLedger
+from gateway.routing.others_share import look_again_after_s
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.logs import get_logger
 
@@ -181,10 +182,18 @@ class WorkerPoll:
             else:
                 failures = failures + 1 if seen.report is None else 0
                 await self._inbox.put(seen)
-            pause_s = min(self._interval_s * 2 ** max(0, failures - 1 - LATE_ANSWERS_TOLERATED), MAX_BACKOFF_S)
+            pause_s = self._pause_s(adapter.worker.endpoint_id, failures)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await nudge.wait()
+
+    def _pause_s(self, endpoint_id: str, num_failures: int) -> float:
+        endpoint = self._table.get(endpoint_id)
+        num_doublings = max(0, num_failures - 1 - LATE_ANSWERS_TOLERATED)
+        pause_s: float = min(self._interval_s * 2 ** num_doublings, MAX_BACKOFF_S)
+        if num_failures or endpoint is None:
+            return pause_s
+        return look_again_after_s(pause_s, endpoint.others.ratio, len(self._adapters))
 
     async def _look(self, adapter: HeadstartWorker) -> Observation:
         endpoint_id = adapter.worker.endpoint_id

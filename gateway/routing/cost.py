@@ -74,6 +74,8 @@ ROOM_DOUBT_RATIO = 0.05
 EVICTED_REUSE_RATIO = 0.2
 # What may be met of others' unseen work where all work is theirs, in lives of a stream.
 OTHERS_DOUBT_RATIO = 0.2
+# How likely others' streams hold what a prompt matches, where all work is theirs; 1 at most.
+OTHERS_HOLD_RATIO = 2.0
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
 # Keeps a least cost under the cost when both are rounded.
@@ -291,8 +293,12 @@ def _room_s(view: EndpointView, work: Work, figures: _Figures, *, matched_tokens
 
 
 def _held_tokens(view: EndpointView, work: Work, streams: Sequence[Stream], matched_tokens: int) -> float:
-    """How much of the match is in use there anyway, and needs no room."""
+    """How much of the match is in use there anyway, and needs no room. Others' streams are not known: the more of
+    them there are, the likelier it is theirs."""
     depth = matched_tokens // view.block_size
-    if work.chain and len(work.chain) >= depth:
-        return held_blocks(streams, work.chain, depth) * view.block_size
-    return matched_tokens * work.shared_ratio
+    if not work.chain or len(work.chain) < depth:
+        return matched_tokens * work.shared_ratio
+    held = held_blocks(streams, work.chain, depth) * view.block_size
+    if not view.others_ratio:
+        return held
+    return max(held, matched_tokens * min(1.0, OTHERS_HOLD_RATIO * view.others_ratio))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.routing.copy_plan import LOOK_EVERY_S
+from gateway.routing.others_share import look_again_after_s
 from loadtests.sim.block_store import Change
 from loadtests.sim.clock import VirtualClock
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
@@ -217,4 +218,5 @@ class Cluster:
         report = worker.report()
         for gateway in self.gateways:
             gateway.reported(worker.worker_id, report)
-        self._poll_later(worker, self.settings.poll_interval_s)
+        others_ratio = max(gateway.others_ratio(worker.worker_id) for gateway in self.gateways)
+        self._poll_later(worker, look_again_after_s(self.settings.poll_interval_s, others_ratio, len(self.workers)))

@@ -173,6 +173,10 @@ class SimGateway:
         known.others.saw(known.own_load_at_report.num_inflight, report.num_running + report.num_waiting)
         self._renew(worker_id)
 
+    def others_ratio(self, worker_id: str) -> float:
+        """How much of its work is sent by other gateways, as reports tell."""
+        return self._known[worker_id].others.ratio
+
     def changes(self, worker_id: str, seq: int, changes: Sequence[Change]) -> bool:
         """A batch of cache events arrived. False: one before it was lost, so a snapshot must be fetched."""
         known = self._known[worker_id]

@@ -181,6 +181,18 @@ async def test_a_lost_event_connection_ends_exactness_until_the_next_snapshot() 
         await until_blocks(gateway, 2)
 
 
+async def test_a_worker_that_others_send_work_is_looked_at_more_often() -> None:
+    ours, shared = StubWorker(worker_token=WORKER_TOKEN), StubWorker(worker_token=WORKER_TOKEN)
+    shared.num_running = 5
+
+    async def is_ahead() -> bool:
+        return shared.num_looks >= ours.num_looks + 10
+
+    async with running(ours, shared), running_gateway(ours.url, shared.url, health_interval_s=0.4) as gateway:
+        await gateway.until_exact(num_workers=2)
+        await gateway.until(is_ahead, "looks at a shared worker are more frequent")
+
+
 async def _is_approximate(gateway: GatewayUnderTest) -> bool:
     return bool((await gateway.worker())["knowledge"] == "approximate")
 

@@ -93,10 +93,10 @@ class StubWorker:
         self.kv_problem: int | None = None
         self.port = 0
         self.epoch = ""
-        self.publishing = True
+        self.publishing = self.tells_events = True
         self.ring_size = 1000
         self.blocks_total = 1000
-        self.tells_events = True
+        self.num_running = self.num_looks = 0  # requests of others; looks at GET /kv
         self.event_addresses: tuple[str, str] | None = None  # in place of its own: a proxy's
         self.num_unchanged_tokenizers = 0
         self.was_probed, self.may_be_probed = asyncio.Event(), asyncio.Event()
@@ -187,6 +187,7 @@ class StubWorker:
     # ---- side channel --------------------------------------------------------------------------------------------
 
     async def _kv(self, request: web.Request) -> web.Response:
+        self.num_looks += 1
         await self.may_tell.wait()
         if self.kv_problem is not None:
             return _error(self.kv_problem, "worker_loading", "The model is still loading.")
@@ -198,7 +199,7 @@ class StubWorker:
             "internal_requests": "off" if not self.worker_token else "accepted" if is_accepted else "refused",
             "hash_scheme_digest": self.scheme.digest(),
             "block_size": BLOCK_SIZE, "max_context": self.max_context, "exactness": self.scheme.exactness,
-            "kv_cache": "full",
+            "kv_cache": "full", "load": {"running": self.num_running},
             "events": dict(zip(("endpoint", "replay_endpoint"), self.event_addresses or self.own_event_addresses,
                                strict=True)) if self.tells_events else None,
             "blocks": {"total": self.blocks_total, "free": max(0, self.blocks_total - num_blocks),

@@ -165,6 +165,13 @@ def test_a_prompt_that_barely_fits_may_have_to_wait() -> None:
     assert with_streams(stream, blocks_cached=int((needed + doubt) / 16) + 1).room_s == 0.0
 
 
+def test_the_more_work_is_others_the_likelier_they_hold_what_matches() -> None:
+    stream, chain = [Stream(3000, 0, 100, 99.0)], tuple(range(62))
+    waits = [with_streams(stream, match=Match(60, 0), chain=chain, blocks_cached=20, others_ratio=ratio).room_s
+             for ratio in (0.0, 0.2, 0.5, 0.9)]
+    assert waits[0] > waits[1] > waits[2] == waits[3]
+
+
 def test_what_matches_needs_room_unless_somebody_holds_it_anyway() -> None:
     worker, load = view(**{**FULL, "blocks_cached": 120}), LoadView(4, 0, 0, 4)
     assert cost(worker, Match(50, 0), load).room_s == 0.0
