@@ -203,7 +203,7 @@ class CompiledDecoder:
         if self._int8 is not None and num_rows <= INT8_ROWS_MAX:
             decoder = self._int8.read_by(decoder)
         team = Team(*self.team.for_step(FEW_ROWS))
-        self.team.run(partial(_decode, team, decoder, (rows, room)), team.size)
+        self.team.run(partial(_decode, team, decoder, (rows, room)), FEW_ROWS)
         return logits[:, :self.vocab_size]
 
     def _rows(self, batch: ForwardBatch, storage: KVStorage, logits: torch.Tensor) -> Rows:
