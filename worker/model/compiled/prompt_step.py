@@ -39,7 +39,7 @@ from worker.model.compiled.step import (
     Decoder,
     Team,
     matrix_of,
-    norm_input,
+    norm_rows,
     norm_whole,
     product,
     scale_logits,
@@ -123,8 +123,7 @@ def project(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[int,
     """Queries, and keys and values into their blocks; `at` is (layer, thread, first row, last row)."""
     layer, thread, begin, end = at
     normed, mixed, dim = room.normed[thread, :end - begin], room.mixed[thread, :end - begin], decoder.head_dim
-    for row in range(begin, end):
-        norm_input(decoder, prompts.hidden[row], normed[row - begin], (layer, BEFORE_ATTENTION))
+    norm_rows(decoder, prompts.hidden[begin:end], normed, (layer, BEFORE_ATTENTION))
     product(matrix_of(normed, normed.shape[1]), decoder.products[layer, QKV], mixed, (0, mixed.shape[1] // PANEL))
     turns = prompts.turns[decoder.ropes[layer]]
     for row in range(begin, end):
@@ -206,8 +205,7 @@ def finish_layer(decoder: Decoder, rows: tuple[np.ndarray, np.ndarray], room: Pr
     everything = (0, added.shape[1] // PANEL)
     product(matrix_of(attended, attended.shape[1]), decoder.products[layer, ATTENTION_OUT], added, everything)
     add_product(decoder, hidden, added, (layer, AFTER_ATTENTION))
-    for row in range(count):
-        norm_input(decoder, hidden[row], normed[row], (layer, BEFORE_MLP))
+    norm_rows(decoder, hidden, normed, (layer, BEFORE_MLP))
     run_mlp(decoder, normed, room, (layer, thread))
     gated = room.gated[thread]
     product(matrix_of(gated, gated.shape[1]), decoder.products[layer, DOWN], added, everything)
@@ -232,8 +230,7 @@ def finish_last(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[
     for begin in range(first, last, ROWS_MAX):
         end = min(last, begin + ROWS_MAX)
         finish_layer(decoder, (room.last_hidden[begin:end], room.last_attended[begin:end]), room, (layer, thread))
-    for index in range(first, last):
-        norm_input(decoder, room.last_hidden[index], room.last_normed[index], (layer + 1, BEFORE_ATTENTION))
+    norm_rows(decoder, room.last_hidden[first:last], room.last_normed[first:last], (layer + 1, BEFORE_ATTENTION))
 
 
 @compiled

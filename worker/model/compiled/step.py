@@ -236,20 +236,16 @@ def begin_residual(hidden: np.ndarray, residual: np.ndarray) -> None:
 
 
 @compiled
-def norm_input(decoder: Decoder, hidden: np.ndarray, normed: np.ndarray, at: tuple[int, int]) -> None:
-    """One row as a product reads it; `at` is (layer, which norm), the final one's layer being behind the last."""
+def norm_rows(decoder: Decoder, hidden: np.ndarray, normed: np.ndarray, at: tuple[int, int]) -> None:
+    """Rows as a product reads them; `at` is (layer, which norm), the final one's layer being behind the last."""
     layer, which = at
     if decoder.norms_inputs or layer == len(decoder.products):
-        norm_into(hidden, decoder.norms[layer, which], decoder.eps[layer, which], normed)
+        weight, eps = decoder.norms[layer, which], decoder.eps[layer, which]
+        for row in range(len(hidden)):
+            norm_into(hidden[row], weight, eps, normed[row])
     else:
-        round_into(hidden, normed)
-
-
-@compiled
-def norm_rows(decoder: Decoder, room: Room, layer: int, at: tuple[int, int]) -> None:
-    which, thread = at
-    for row in range(len(room.added)):
-        norm_input(decoder, room.residual[thread, row], room.normed[thread, row], (layer, which))
+        for row in range(len(hidden)):
+            round_into(hidden[row], normed[row])
 
 
 @compiled
@@ -344,16 +340,17 @@ def run_head(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int]) -> N
 def decode(thread: int, team: Team, decoder: Decoder, work: tuple[Rows, Room]) -> None:
     """This thread's part of the step. Returns when rows.logits is there whole."""
     rows, room = work
-    begin_residual(rows.hidden, room.residual[thread])
+    residual, normed = room.residual[thread], room.normed[thread]
+    begin_residual(rows.hidden, residual)
     for layer in range(len(decoder.products)):
-        norm_rows(decoder, room, layer, (BEFORE_ATTENTION, thread))
+        norm_rows(decoder, residual, normed, (layer, BEFORE_ATTENTION))
         run_attention(decoder, rows, room, (layer, thread, team))
         attended = matrix_of(room.attended, room.attended.shape[1])
         product_of(attended, Weight(decoder.products[layer, ATTENTION_OUT], decoder.is_int8), room.added,
                    share_of(room.added.shape[1] // PANEL, thread, team.size))
         wait_for_all(team)
         add_to_residual(decoder, room, layer, (AFTER_ATTENTION, thread))
-        norm_rows(decoder, room, layer, (BEFORE_MLP, thread))
+        norm_rows(decoder, residual, normed, (layer, BEFORE_MLP))
         run_mlp(decoder, room, layer, (thread, team.size))
         wait_for_all(team)
         product_of(matrix_of(room.gated, room.gated.shape[1]),
@@ -361,6 +358,6 @@ def decode(thread: int, team: Team, decoder: Decoder, work: tuple[Rows, Room]) -
                    share_of(room.added.shape[1] // PANEL, thread, team.size))
         wait_for_all(team)
         add_to_residual(decoder, room, layer, (AFTER_MLP, thread))
-    norm_rows(decoder, room, len(decoder.products), (BEFORE_ATTENTION, thread))
+    norm_rows(decoder, residual, normed, (len(decoder.products), BEFORE_ATTENTION))
     run_head(decoder, rows, room, (thread, team.size))
     wait_for_all(team)
