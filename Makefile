@@ -52,7 +52,7 @@ lint: dev
 bench-worker: dev
 	$(PY) -m loadtests.bench.worker $(ARGS)
 
-# What scheduling is worth: batching, stall, first, overhead. make bench-serving ARGS="stall --rounds 2"
+# What scheduling is worth: batching, stall, first, overhead, streams. make bench-serving ARGS="stall --rounds 2"
 bench-serving: dev
 	$(PY) -m loadtests.bench.serving $(ARGS)
 

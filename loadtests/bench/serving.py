@@ -4,6 +4,7 @@
     python -m loadtests.bench.serving stall        the gaps of 8 streams while a 6,000-token prompt arrives
     python -m loadtests.bench.serving first        the first request after ready against the tenth
     python -m loadtests.bench.serving overhead     what of a step at batch 16 is not the model
+    python -m loadtests.bench.serving streams      what streaming to 64 clients costs the engine
 
 Arms are interleaved, round after round, and a worker that is not measured is idle. Wall-clock figures of a shared
 machine drift; the ratios within a run are what counts.
@@ -34,7 +35,7 @@ from loadtests.streaming_client import AnswerError
 Result = dict[str, Any]
 GROUPS = (1, 3)
 # By proof: on idle cores each takes about two minutes.
-ROUNDS = {"batching": 1, "stall": 1, "first": 3, "overhead": 3}
+ROUNDS = {"batching": 1, "stall": 1, "first": 3, "overhead": 3, "streams": 3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +118,19 @@ async def _overhead(args: argparse.Namespace) -> Result:
     return {"rounds": rounds, "overhead_ratio": statistics.median(each["overhead_ratio"] for each in rounds)}
 
 
-PROOFS = {"batching": _batching, "stall": _stall, "first": _first, "overhead": _overhead}
+async def _streams(args: argparse.Namespace) -> Result:
+    rounds: list[dict[str, float]] = []
+    with _worker(args) as worker:
+        async with _session() as session:
+            for number in range(args.rounds):
+                rounds.append({name: await arms.engine_cpu_of_64(session, worker.url, seed=2 * number + index,
+                                                                 stream=name == "streamed", pid=worker.process.pid)
+                               for index, name in enumerate(("whole", "streamed"))})
+    return {"cpu_s_per_token": rounds,
+            "streamed_over_whole": statistics.median(each["streamed"] / each["whole"] for each in rounds)}
+
+
+PROOFS = {"batching": _batching, "stall": _stall, "first": _first, "overhead": _overhead, "streams": _streams}
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ STREAM_PROMPT_TOKENS = 70      # 30 words and what a template says besides, at m
 LONG_PROMPT_WORDS = 5_900       # a word of the list is a token, or a little more
 WORDS_TOGETHER = 300
 BATCH = 16
+NUM_CLIENTS, CLIENT_TOKENS = 64, 40
 
 
 def prompt(seed: object, num_words: int) -> str:
@@ -99,10 +100,39 @@ async def ten_distinct_prompts(session: aiohttp.ClientSession, url: str, *, seed
     return ttft_s, cpu_s
 
 
+async def engine_cpu_of_64(session: aiohttp.ClientSession, url: str, *, seed: int, stream: bool, pid: int) -> float:
+    """CPU seconds that a token costs the engine where 64 clients are answered at once: token by token, or whole."""
+    before = engine_cpu_seconds(pid)
+
+    async def whole(text: str) -> int:
+        asked = body(text, CLIENT_TOKENS, stream=False)
+        async with session.post(f"{url}/v1/chat/completions", json=asked) as response:
+            return int((await response.json(content_type=None))["usage"]["completion_tokens"])
+
+    async def streamed(text: str) -> int:
+        return (await timed_chat(session, url, body(text, CLIENT_TOKENS))).completion_tokens
+
+    ask = streamed if stream else whole
+    counts = await asyncio.gather(*(ask(prompt((seed, index), 30)) for index in range(NUM_CLIENTS)))
+    return (engine_cpu_seconds(pid) - before) / sum(counts)
+
+
+def engine_cpu_seconds(pid: int) -> float:
+    """Of a worker's children alone, all threads."""
+    return _thread_seconds(_children(pid))
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and of its children, all threads."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    threads = [thread for each in (str(pid), *children) for thread in Path(f"/proc/{each}/task").iterdir()]
+    return _thread_seconds([str(pid), *_children(pid)])
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def _thread_seconds(pids: Sequence[str]) -> float:
+    threads = [thread for each in pids for thread in Path(f"/proc/{each}/task").iterdir()]
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 

@@ -60,7 +60,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this, or one of these (a,b)")
     parser.add_argument("--dtype", default="bfloat16", help="of transformers; the worker chooses its own")
     parser.add_argument("--llama-server", help="llama.cpp's server; needs --gguf")
     parser.add_argument("--gguf", help="the same model for llama.cpp, in like precision")
@@ -73,8 +73,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _chosen_cases(part_of_name: str) -> list[Case]:
-    return [case for case in all_cases() if any(part_of_name in name for name in case.names)]
+def _chosen_cases(parts_of_names: str) -> list[Case]:
+    parts = parts_of_names.split(",")
+    return [case for case in all_cases() if any(part in name for part in parts for name in case.names)]
 
 
 @contextlib.contextmanager

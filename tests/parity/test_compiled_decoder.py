@@ -42,6 +42,8 @@ COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4": ("Phi3Config", {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1,
                             "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 128}),
+    "olmo2": ("Olmo2Config", {**_WIDE, "hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5}),
+    "olmo2_grouped": ("Olmo2Config", {**_WIDE, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2Config", {**_TWO_KINDS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("Gemma3TextConfig", {**_TWO_KINDS, "num_key_value_heads": 1}),
     "granite": ("GraniteConfig", {"hidden_size": 128, "logits_scaling": 3.0, "attention_multiplier": 0.2,
@@ -124,7 +126,7 @@ def test_a_step_is_as_near_to_float32_as_torchs_own(family: str, block_size: int
     assert rms(found - exact) <= 1.2 * rms(other - exact) + 0.002 * rms(exact)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu", "phi4"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu", "phi4", "olmo2"])
 def test_what_a_step_writes_is_what_torch_would_have_written(family: str) -> None:
     """Keys and values of the new position, and zeros behind it in a block that it opens; nothing anywhere else."""
     ours, theirs = PagedRun(compiled_model(family)), PagedRun(compiled_model(family))
@@ -157,7 +159,7 @@ def test_a_position_that_is_there_already_is_not_written() -> None:
     assert all(map(torch.equal, (*run.storage.keys, *run.storage.values), before))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma2", "smollm3", "olmo2_grouped"])
 def test_threads_change_nothing(family: str) -> None:
     """Nor does what else is in the batch: each row is computed as if it were alone."""
     lengths = [1, 70, 33, 16, 120]

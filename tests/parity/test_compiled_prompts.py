@@ -65,7 +65,7 @@ def test_steps_are_as_near_to_float32_as_torchs_own(family: str, block_size: int
     assert rms(found - exact) <= 1.2 * rms(other - exact) + 0.002 * rms(exact)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu", "phi4"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_window", "llama_gelu", "phi4", "olmo2"])
 def test_what_a_step_writes_is_what_torch_would_have_written(family: str) -> None:
     """Keys and values from `write_from` on, zeros behind them in a block that is opened, nothing anywhere else."""
     stores = []
@@ -86,7 +86,7 @@ def test_what_a_step_writes_is_what_torch_would_have_written(family: str) -> Non
         assert torch.equal(mine == UNTOUCHED, other == UNTOUCHED)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma2", "smollm3", "olmo2_grouped"])
 def test_threads_and_company_change_nothing(family: str) -> None:
     """Each row is computed as if it were alone, whoever computes it."""
     cuts = [[70, 33, 1], [1, 120, 16], [5, 5, 5]]

@@ -102,7 +102,7 @@ def rounded_logits(family: str, salts: int) -> list[torch.Tensor]:
 
 
 @needs_tables
-@pytest.mark.parametrize("family", ["gemma3", "llama", "qwen2_window", "phi4"])
+@pytest.mark.parametrize("family", ["gemma3", "llama", "qwen2_window", "phi4", "olmo2"])
 def test_a_step_is_the_rounded_models(family: str) -> None:
     """In 8 bits for few rows, in bf16 of the same weights for more; alone or together, rows are the same."""
     lengths = [1, 70, 33, 16, 120, 90, 17, 2, 150]

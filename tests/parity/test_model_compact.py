@@ -36,8 +36,8 @@ def transformers_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return loader._load_weights(folder, dtype, torch.device("cpu"))
 
 
-# Norms elsewhere, experts, latents: these run through transformers' modules.
-NOT_COMPACT = {"olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
+# Experts, latents: these run through transformers' modules.
+NOT_COMPACT = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
 
 
 @pytest.mark.parametrize("family", sorted(NOT_COMPACT))
@@ -83,6 +83,11 @@ def attention_with(layer: CompactLayer, **changes: Any) -> CompactLayer:
     return replace(layer, attention=replace(layer.attention, **changes))
 
 
+def headwise(whole: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = whole.norm.weight.view(-1, len(whole.norm.weight) // 4)
+    return lambda x: torch.rms_norm(x, x.shape[-1:], None, whole.norm.eps) * weight
+
+
 # What a conversion might get a little wrong in one layer: the family it is tried on, and what becomes of its layer 1.
 LAYER_MISTAKES: dict[str, tuple[str, Callable[[CompactLayer], CompactLayer]]] = {
     "a rope where there is none": ("smollm3", lambda layer: attention_with(layer, rope=0)),
@@ -97,6 +102,10 @@ LAYER_MISTAKES: dict[str, tuple[str, Callable[[CompactLayer], CompactLayer]]] = 
     "a residual 3% too large": ("granite", lambda layer: replace(
         layer, residual_multiplier=layer.residual_multiplier * 1.03)),
     "a norm left out": ("gemma2", lambda layer: replace(layer, after_mlp=lambda x: x)),
+    "norms before instead of behind": ("olmo2", lambda layer: replace(
+        layer, before_mlp=layer.after_mlp, after_mlp=None)),
+    "a norm of queries head by head": ("olmo2", lambda layer: attention_with(
+        layer, query_norm=headwise(layer.attention.query_norm))),
 }
 DECODER_MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "embeddings not multiplied": ("granite", {"embedding_multiplier": 1.0}),

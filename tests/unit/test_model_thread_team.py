@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from worker.model.compiled.team import (
@@ -13,10 +14,9 @@ from worker.model.compiled.team import (
     IN_VAIN_MAX,
     MANY_ROWS,
     SLEEPERS,
-    STEPS_BY_HALF,
-    STEPS_BY_HALF_MAX,
     ThreadTeam,
 )
+from worker.model.compiled.team_size import FIRST_TURN
 
 WAIT_S = 60
 
@@ -30,41 +30,38 @@ def test_after_a_part_that_fails_on_every_thread_the_next_one_runs_on_all() -> N
         raise ValueError(thread)
 
     with pytest.raises(ValueError, match="0"):
-        team.run(fail, 3)
+        team.run(fail, MANY_ROWS)
     seen: set[int] = set()
 
     def work(thread: int) -> None:
         seen.add(thread)
         working.wait(WAIT_S)
 
-    team.run(work, 3)
+    team.run(work, MANY_ROWS)
     assert seen == {0, 1, 2}
-    seen.clear()
-    team.run(seen.add, 1)
-    assert seen == {0}
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_after_a_step_that_looked_in_vain_half_as_many_do_the_next_ones(size: int) -> None:
-    team, limit = ThreadTeam(size), IN_VAIN_MAX * (size - 1)
+def test_steps_in_vain_are_followed_by_steps_of_half_the_threads() -> None:
+    team = ThreadTeam(3)
 
-    def next_size(kind: int, in_vain: int) -> int:
-        """Of a step after which this was counted."""
-        of_step, _, signals = team.for_step(kind)
-        signals[IN_VAIN] = in_vain
-        return of_step
+    def sizes(count: int, kind: int) -> list[int]:
+        """Of so many steps, whose threads all look in vain."""
+        found = []
+        for _ in range(count):
+            size, _, signals = team.for_step(kind)
+            found.append(size)
+            met = threading.Barrier(size)
 
-    turns = [STEPS_BY_HALF * 2**turn for turn in range(12)]
-    assert next_size(FEW_ROWS, limit) == size
-    for turn in turns:
-        by_half = min(turn, STEPS_BY_HALF_MAX)
-        assert [next_size(FEW_ROWS, 0) for _ in range(by_half)] == [size // 2] * by_half
-        assert next_size(MANY_ROWS, limit) == size
-        assert next_size(FEW_ROWS, limit) == size, "then all are tried again"
-    assert [next_size(FEW_ROWS, 0) for _ in range(STEPS_BY_HALF_MAX)] == [size // 2] * STEPS_BY_HALF_MAX
-    assert [next_size(FEW_ROWS, limit - 1) for _ in range(3)] == [size] * 3
-    assert next_size(FEW_ROWS, limit) == size
-    assert [next_size(FEW_ROWS, 0) for _ in range(STEPS_BY_HALF + 1)] == [size // 2] * STEPS_BY_HALF + [size]
+            def part(thread: int, signals: np.ndarray = signals, met: threading.Barrier = met) -> None:
+                signals[IN_VAIN] = IN_VAIN_MAX * 2
+                met.wait(WAIT_S)
+
+            team.run(part, kind)
+        return found
+
+    assert sizes(2, MANY_ROWS) == [3, 3]
+    assert sizes(2 + FIRST_TURN, FEW_ROWS) == [3] + [1] * FIRST_TURN + [3]
+    assert sizes(2, MANY_ROWS) == [3, 3]
 
 
 def test_who_looks_for_long_sleeps_until_the_other_comes() -> None:

@@ -29,14 +29,15 @@ from worker.model.compact_probe import (
     watch,
 )
 from worker.model.linear import ACTIVATIONS, Linear, fastest_linear
-from worker.model.rms_norm import RmsNorm
+from worker.model.rms_norm import RmsNorm, WholeNorm, unnormed
 
 # What a layer, its attention and its MLP may consist of. Phi has products in one that others have apart, and names
 # what is idle but in training.
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
 _MORE_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _IDLE = {"resid_attn_dropout", "resid_mlp_dropout"}
-_LAYER_PARTS = [{"self_attn", "mlp", *norms} for norms in (_NORMS, _NORMS | _IDLE, _NORMS | _MORE_NORMS)]
+_LATE_NORMS = {"post_attention_layernorm", "post_feedforward_layernorm"}
+_LAYER_PARTS = [{"self_attn", "mlp", *more} for more in (_NORMS, _NORMS | _IDLE, _NORMS | _MORE_NORMS, _LATE_NORMS)]
 _APART, _FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 _ATTENTION_PARTS = [{*_APART, "o_proj"}, {*_APART, "o_proj", "q_norm", "k_norm"}, {_FUSED, "o_proj"}]
 _MLP_PARTS = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
@@ -156,22 +157,39 @@ def _rope_of_kind(module: Any, kind: str, x: torch.Tensor,
 
 def _take_layer(layer: Any, call: AttentionCall, rope: int, config: Any) -> CompactLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    has_head_norms, has_more_norms = hasattr(attention, "q_norm"), hasattr(layer, "pre_feedforward_layernorm")
+    before_attention, after_attention, before_mlp, after_mlp = _take_norms(layer)
+    query_norm, key_norm = _take_head_norms(attention, call.query.shape[-1])
     part = AttentionPart(
         layer=call.layer, num_heads=call.query.shape[0], num_kv_heads=call.key.shape[0],
         head_dim=call.query.shape[-1], scaling=call.scaling, window=call.window, softcap=call.softcap, rope=rope,
-        qkv=_take(*_mixing(attention)),
-        query_norm=_norm(attention.q_norm) if has_head_norms else None,
-        key_norm=_norm(attention.k_norm) if has_head_norms else None)
-    after_attention = _norm(layer.post_attention_layernorm)
+        qkv=_take(*_mixing(attention)), query_norm=query_norm, key_norm=key_norm)
     gate, up = _take_gate_and_up(mlp)
     return CompactLayer(
-        attention=part, before_attention=_norm(layer.input_layernorm), attention_out=_take(attention.o_proj),
-        after_attention=after_attention if has_more_norms else None,
-        before_mlp=_norm(layer.pre_feedforward_layernorm) if has_more_norms else after_attention,
-        gate=gate, up=up, down=_take(mlp.down_proj),
-        after_mlp=_norm(layer.post_feedforward_layernorm) if has_more_norms else None,
-        activation=_activation(config), residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)))
+        attention=part, before_attention=before_attention, attention_out=_take(attention.o_proj),
+        after_attention=after_attention, before_mlp=before_mlp, gate=gate, up=up, down=_take(mlp.down_proj),
+        after_mlp=after_mlp, activation=_activation(config),
+        residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)))
+
+
+def _take_norms(layer: Any) -> tuple[Norm, Norm | None, Norm, Norm | None]:
+    """Before and after attention, before and after the MLP. Which one a name means depends on the others there."""
+    late = _norm(layer.post_attention_layernorm)
+    if not hasattr(layer, "post_feedforward_layernorm"):
+        return _norm(layer.input_layernorm), None, late, None
+    after_mlp = _norm(layer.post_feedforward_layernorm)
+    if not hasattr(layer, "input_layernorm"):
+        return unnormed, late, unnormed, after_mlp
+    return _norm(layer.input_layernorm), late, _norm(layer.pre_feedforward_layernorm), after_mlp
+
+
+def _take_head_norms(attention: Any, head_dim: int) -> tuple[Norm | None, Norm | None]:
+    """Of queries and of keys: over each head, or over all of them where one is wider than a head."""
+    if not hasattr(attention, "q_norm"):
+        return None, None
+    query, key = _norm(attention.q_norm), _norm(attention.k_norm)
+    if len(query.weight) == len(key.weight) == head_dim:
+        return query, key
+    return WholeNorm(query), WholeNorm(key)
 
 
 def _activation(config: Any) -> str:
@@ -209,7 +227,7 @@ def _take_head(model: Any) -> Linear:
     return _take(head)
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: Any) -> RmsNorm:
     """The module as torch's fused operator: weights as they are (Llama), or counted from one (Gemma)."""
     weight, eps = module.weight.data, getattr(module, "variance_epsilon", getattr(module, "eps", None))
     shape = tuple(weight.shape)

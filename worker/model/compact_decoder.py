@@ -34,7 +34,8 @@ class Narrowing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """One layer's attention. `rope` indexes CompactDecoder.ropes. Some families norm queries and keys."""
+    """One layer's attention. `rope` indexes CompactDecoder.ropes. Some families norm queries and keys, [rows, heads,
+    dim], head by head or whole."""
 
     layer: int
     num_heads: int
@@ -67,12 +68,13 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((_turned(x[..., :size], cos, sin), x[..., size:]), -1)
-    return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
+    return torch.addcmul(x * cos, x.roll(size // 2, -1), sin).to(x.dtype)    # OLMo's cosines are float32
 
 
 @dataclass(frozen=True, slots=True)
 class CompactLayer:
-    """One layer. `after_attention` and `after_mlp` are Gemma's norms of what is added to the residual."""
+    """One layer. `after_attention` and `after_mlp` are Gemma's and OLMo's norms of what is added to the residual;
+    OLMo has no others (`unnormed`)."""
 
     attention: AttentionPart
     before_attention: Norm

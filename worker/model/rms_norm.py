@@ -28,3 +28,18 @@ class RmsNorm:
             return torch.rms_norm(x, (self._dim,), self.weight, self.eps)
         both = torch.layer_norm(x.unsqueeze(-2) * self._signs, (2, self._dim), self._doubled, None, self.eps)
         return both.select(-2, 0)
+
+
+class WholeNorm:
+    """Of heads [rows, heads, dim], over all of a row's heads at once, as OLMo norms queries and keys."""
+
+    def __init__(self, norm: RmsNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.flatten(1)).view(x.shape)
+
+
+def unnormed(x: torch.Tensor) -> torch.Tensor:
+    """In place of a norm where a family has none."""
+    return x

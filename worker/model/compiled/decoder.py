@@ -23,7 +23,7 @@ from worker.model.compiled.team import FEW_ROWS, ThreadTeam
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
 from worker.model.linear import PANEL_INPUTS, Linear, PackedLinear
-from worker.model.rms_norm import RmsNorm
+from worker.model.rms_norm import RmsNorm, WholeNorm, unnormed
 
 ROWS_MAX = 32
 # Beyond so many positions in all, torch reads what sequences have in common faster: once for all of them.
@@ -49,7 +49,9 @@ def _panels(product: Linear, num_out: int, num_in: int) -> int:
 
 def _norm_of(norm: Norm | None, size: int) -> tuple[np.ndarray, float]:
     """Weight and eps; of a norm that is not there, nothing that is read."""
-    if norm is None:
+    if isinstance(norm, WholeNorm):
+        norm = norm.norm
+    if norm is None or norm is unnormed:
         return np.zeros(size, dtype=np.float32), 0.0
     if not isinstance(norm, RmsNorm) or norm.eps is None or len(norm.weight) != size:
         raise NotCompiled("a norm is of another kind")
@@ -113,8 +115,10 @@ def _shape_of(compact: CompactDecoder) -> _Shape:
                                                                      shape.head_dim), "its layers differ in size")
         _need((layer.after_attention is None) == (layer.after_mlp is None)
               == (compact.layers[0].after_mlp is None), "its layers differ in their norms")
-        _need((part.query_norm is None) == (part.key_norm is None)
-              == (compact.layers[0].attention.key_norm is None), "its layers differ in their norms")
+        _need(type(part.query_norm) is type(part.key_norm)
+              is type(compact.layers[0].attention.key_norm), "its layers differ in their norms")
+        _need((layer.before_attention is unnormed) == (layer.before_mlp is unnormed)
+              == (compact.layers[0].before_mlp is unnormed), "its layers differ in their norms")
         others = (layer.attention_out, layer.gate, layer.up, layer.down)
         _need(not any(isinstance(each, PackedLinear) and each.bias is not None for each in others),
               "a product has a bias")
@@ -199,7 +203,7 @@ class CompiledDecoder:
         if self._int8 is not None and num_rows <= INT8_ROWS_MAX:
             decoder = self._int8.read_by(decoder)
         team = Team(*self.team.for_step(FEW_ROWS))
-        self.team.run(partial(_decode, team, decoder, (rows, room)), team.size)
+        self.team.run(partial(_decode, team, decoder, (rows, room)), FEW_ROWS)
         return logits[:, :self.vocab_size]
 
     def _rows(self, batch: ForwardBatch, storage: KVStorage, logits: torch.Tensor) -> Rows:
@@ -252,13 +256,16 @@ def _take(compact: CompactDecoder, shape: _Shape) -> Decoder:
     """Everything but where the KV lies."""
     layers, first = compact.layers, compact.layers[0]
     norms, eps = zeros(len(layers) + 1, 4, shape.hidden), zeros(len(layers) + 1, 6)
-    head_norms = zeros(len(layers), 2, shape.head_dim)
+    is_whole = isinstance(first.attention.query_norm, WholeNorm)
+    normed_at_once = (shape.num_heads, shape.num_kv_heads) if is_whole else (1, 1)
+    head_norms = zeros(len(layers), 2, normed_at_once[0] * shape.head_dim)
     for index, layer in enumerate(layers):
         of_rows = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
         for which, norm in enumerate(of_rows):
             norms[index, which], eps[index, which] = _norm_of(norm, shape.hidden)
         for which, norm in enumerate((layer.attention.query_norm, layer.attention.key_norm)):
-            head_norms[index, which], eps[index, 4 + which] = _norm_of(norm, shape.head_dim)
+            size = normed_at_once[which] * shape.head_dim
+            head_norms[index, which, :size], eps[index, 4 + which] = _norm_of(norm, size)
     norms[-1, 0], eps[-1, 0] = _norm_of(compact.final_norm, shape.hidden)
     _need(all(layer.activation in ACTIVATION_CODES for layer in layers), "its activation is of another kind")
     assert isinstance(compact.head, PackedLinear)
@@ -274,5 +281,6 @@ def _take(compact: CompactDecoder, shape: _Shape) -> Decoder:
         logits_factor=np.float32(1.0 / compact.logits_scaling),
         logits_softcap=np.float32(compact.logits_softcap or 0.0), num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, inner=shape.inner,
-        activation=ACTIVATION_CODES[first.activation], norms_heads=first.attention.query_norm is not None,
-        norms_added=first.after_mlp is not None, block_size=0, head_bytes=0, is_int8=False)
+        activation=ACTIVATION_CODES[first.activation], norms_heads=isinstance(first.attention.query_norm, RmsNorm),
+        norms_whole=is_whole, norms_inputs=first.before_mlp is not unnormed, norms_added=first.after_mlp is not None,
+        block_size=0, head_bytes=0, is_int8=False)

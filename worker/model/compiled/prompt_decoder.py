@@ -53,7 +53,7 @@ class CompiledPrompts:
         prompts = self._prompts(layout, fixed, logits)
         room = self._room(layout.num_rows, layout.num_logits)
         team = Team(*self._decoder.team.for_step(MANY_ROWS))
-        self._decoder.team.run(partial(_compute, team, fixed, (prompts, room)), team.size)
+        self._decoder.team.run(partial(_compute, team, fixed, (prompts, room)), MANY_ROWS)
         return logits[:, :self.vocab_size]
 
     def _prompts(self, layout: BatchLayout, fixed: Decoder, logits: torch.Tensor) -> Prompts:

@@ -17,7 +17,6 @@ from worker.model.compiled.kernels import (
     address_of,
     gate_into,
     norm_in_place,
-    norm_into,
     panel_product,
     round_into,
     turn,
@@ -40,6 +39,8 @@ from worker.model.compiled.step import (
     Decoder,
     Team,
     matrix_of,
+    norm_input,
+    norm_whole,
     product,
     scale_logits,
     share_of,
@@ -123,8 +124,7 @@ def project(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[int,
     layer, thread, begin, end = at
     normed, mixed, dim = room.normed[thread, :end - begin], room.mixed[thread, :end - begin], decoder.head_dim
     for row in range(begin, end):
-        norm_into(prompts.hidden[row], decoder.norms[layer, BEFORE_ATTENTION], decoder.eps[layer, BEFORE_ATTENTION],
-                  normed[row - begin])
+        norm_input(decoder, prompts.hidden[row], normed[row - begin], (layer, BEFORE_ATTENTION))
     product(matrix_of(normed, normed.shape[1]), decoder.products[layer, QKV], mixed, (0, mixed.shape[1] // PANEL))
     turns = prompts.turns[decoder.ropes[layer]]
     for row in range(begin, end):
@@ -133,6 +133,8 @@ def project(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[int,
             bias = decoder.biases[layer]
             for index in range(len(of_row)):
                 of_row[index] += bias[index]
+        if decoder.norms_whole:
+            norm_whole(decoder, of_row, layer)
         store_row(decoder, prompts, (of_row, room.turned[thread]), (layer, row))
         for head in range(decoder.num_heads):
             query = of_row[head * dim:(head + 1) * dim]
@@ -205,7 +207,7 @@ def finish_layer(decoder: Decoder, rows: tuple[np.ndarray, np.ndarray], room: Pr
     product(matrix_of(attended, attended.shape[1]), decoder.products[layer, ATTENTION_OUT], added, everything)
     add_product(decoder, hidden, added, (layer, AFTER_ATTENTION))
     for row in range(count):
-        norm_into(hidden[row], decoder.norms[layer, BEFORE_MLP], decoder.eps[layer, BEFORE_MLP], normed[row])
+        norm_input(decoder, hidden[row], normed[row], (layer, BEFORE_MLP))
     run_mlp(decoder, normed, room, (layer, thread))
     gated = room.gated[thread]
     product(matrix_of(gated, gated.shape[1]), decoder.products[layer, DOWN], added, everything)
@@ -231,8 +233,7 @@ def finish_last(decoder: Decoder, prompts: Prompts, room: PromptRoom, at: tuple[
         end = min(last, begin + ROWS_MAX)
         finish_layer(decoder, (room.last_hidden[begin:end], room.last_attended[begin:end]), room, (layer, thread))
     for index in range(first, last):
-        norm_into(room.last_hidden[index], decoder.norms[layer + 1, BEFORE_ATTENTION],
-                  decoder.eps[layer + 1, BEFORE_ATTENTION], room.last_normed[index])
+        norm_input(decoder, room.last_hidden[index], room.last_normed[index], (layer + 1, BEFORE_ATTENTION))
 
 
 @compiled

@@ -50,8 +50,9 @@ QKV, ATTENTION_OUT, GATE, UP, DOWN = range(5)
 
 class Decoder(NamedTuple):
     """What never changes. Arrays by layer: `products` and `caches` are addresses (of keys, of values), `norms` is
-    [layer, which, hidden] with the final norm behind the last layer's, `eps` [layer, 4 norms and 2 of heads],
-    `numbers` scaling, softcap (0: none) and what is added is multiplied by."""
+    [layer, which, hidden] with the final norm behind the last layer's, `head_norms` [layer, of queries or keys, dim],
+    of one head or of all, `eps` [layer, 4 norms and 2 of heads], `numbers` scaling, softcap (0: none) and what is
+    added is multiplied by."""
 
     products: np.ndarray
     caches: np.ndarray
@@ -72,6 +73,8 @@ class Decoder(NamedTuple):
     inner: int
     activation: int
     norms_heads: bool
+    norms_whole: bool
+    norms_inputs: bool
     norms_added: bool
     block_size: int
     head_bytes: int
@@ -80,7 +83,8 @@ class Decoder(NamedTuple):
 
 class Rows(NamedTuple):
     """A step's rows: float32 `hidden` [rows, hidden], `positions`, `slots` (-1: K/V are there already), `tables` of
-    blocks, cosines and signed sines `turns` [rope, 2, rows, dim]; `logits` is where the result goes."""
+    blocks, cosines and signed sines `turns` [rope, 2, rows, numbers of a head that turn]; `logits` is where the
+    result goes."""
 
     hidden: np.ndarray
     positions: np.ndarray
@@ -232,11 +236,31 @@ def begin_residual(hidden: np.ndarray, residual: np.ndarray) -> None:
 
 
 @compiled
+def norm_input(decoder: Decoder, hidden: np.ndarray, normed: np.ndarray, at: tuple[int, int]) -> None:
+    """One row as a product reads it; `at` is (layer, which norm), the final one's layer being behind the last."""
+    layer, which = at
+    if decoder.norms_inputs or layer == len(decoder.products):
+        norm_into(hidden, decoder.norms[layer, which], decoder.eps[layer, which], normed)
+    else:
+        round_into(hidden, normed)
+
+
+@compiled
 def norm_rows(decoder: Decoder, room: Room, layer: int, at: tuple[int, int]) -> None:
     which, thread = at
     for row in range(len(room.added)):
-        norm_into(room.residual[thread, row], decoder.norms[layer, which], decoder.eps[layer, which],
-                  room.normed[thread, row])
+        norm_input(decoder, room.residual[thread, row], room.normed[thread, row], (layer, which))
+
+
+@compiled
+def norm_whole(decoder: Decoder, mixed: np.ndarray, layer: int) -> None:
+    """One row's queries, and its keys, each over all heads."""
+    begin = 0
+    for which in range(2):
+        heads = decoder.num_heads if which == OF_QUERY else decoder.num_kv_heads
+        end = begin + heads * decoder.head_dim
+        norm_in_place(mixed[begin:end], decoder.head_norms[layer, which], decoder.eps[layer, 4 + which])
+        begin = end
 
 
 @compiled
@@ -258,8 +282,9 @@ def run_mlp(decoder: Decoder, room: Room, layer: int, at: tuple[int, int]) -> No
 
 
 @compiled
-def run_attention(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int, Team]) -> None:
-    """Until every row's heads are in room.attended; `at` is (layer, thread, team)."""
+def project(decoder: Decoder, room: Room, at: tuple[int, int, Team]) -> None:
+    """Until every row's queries, keys and values are in room.mixed, normed if that is done whole; `at` is (layer,
+    thread, team)."""
     layer, thread, team = at
     normed = matrix_of(room.normed[thread], room.normed.shape[2])
     part = share_of(room.mixed.shape[1] // PANEL, thread, team.size)
@@ -270,6 +295,18 @@ def run_attention(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int, 
             for index in range(part[0] * PANEL, part[1] * PANEL):
                 room.mixed[row, index] += bias[index]
     wait_for_all(team)
+    if decoder.norms_whole:
+        first, last = share_of(len(room.mixed), thread, team.size)
+        for row in range(first, last):
+            norm_whole(decoder, room.mixed[row], layer)
+        wait_for_all(team)
+
+
+@compiled
+def run_attention(decoder: Decoder, rows: Rows, room: Room, at: tuple[int, int, Team]) -> None:
+    """Until every row's heads are in room.attended; `at` is (layer, thread, team)."""
+    layer, thread, team = at
+    project(decoder, room, at)
     num_rows = len(rows.positions)
     first, last = share_of(num_rows * decoder.num_kv_heads, thread, team.size)
     for unit in range(first, last):
