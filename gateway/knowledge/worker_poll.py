@@ -244,7 +244,7 @@ class WorkerPoll:
             self._joining.left(endpoint.endpoint_id)
             return
         own, load = self._ledger.load(endpoint.endpoint_id), seen.report.load
-        endpoint.others.saw(own.num_inflight, load.running + load.waiting)
+        endpoint.others.saw(own.num_inflight, load.running + load.waiting, asyncio.get_running_loop().time())
         endpoint.report, endpoint.own_load_at_report = seen.report, own
         if seen.joined is not None:
             await self._begin_life(endpoint, seen.joined)

@@ -75,12 +75,14 @@ def held_blocks(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> 
     Hashes are chained: equal at one block, equal before it.
     """
     held = 0
-    for stream in streams:
-        low, high = held, min(depth, len(stream.chain))
-        if low < high and stream.chain[low] == chain[low]:
+    for _, _, _, _, theirs in streams:
+        if held >= depth:
+            break
+        if held < len(theirs) and theirs[held] == chain[held]:
+            low, high = held + 1, min(depth, len(theirs))
             while low < high:
                 middle = (low + high + 1) // 2
-                if stream.chain[middle - 1] == chain[middle - 1]:
+                if theirs[middle - 1] == chain[middle - 1]:
                     low = middle
                 else:
                     high = middle - 1
@@ -115,13 +117,14 @@ def _apart(occupancy: Occupancy) -> tuple[list[tuple[float, Stream]], list[tuple
     streams, _, _, _, pace_s, now, lengths, scale = occupancy
     waiting: list[tuple[float, Stream]] = []
     ends: list[tuple[float, float]] = []
+    left = lengths.left
     for stream in streams:
-        held = stream.held_tokens * scale
-        if stream.began_at is None:
+        held_tokens, _, output_tokens, began_at, _ = stream
+        held = held_tokens * scale
+        if began_at is None:
             waiting.append((held, stream))
         else:
-            generated = (now - stream.began_at) / pace_s
-            ends.append((lengths.left(generated, stream.output_tokens) * pace_s, held))
+            ends.append((left((now - began_at) / pace_s, output_tokens) * pace_s, held))
     return waiting, ends
 
 

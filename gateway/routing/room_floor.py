@@ -27,6 +27,7 @@ Row = tuple[EndpointView, LoadView, Match]
 # They keep floors under costs where both are rounded.
 _SLACK_S = 1e-6
 _SLACK_TOKENS = 1e-3
+HARDLY_LIKELY = 1e-6   # a wait that adds nothing, and is divided by
 
 
 class _Known(NamedTuple):
@@ -127,13 +128,13 @@ class RoomFloors:
         return total_s
 
     def _find_short(self) -> None:
-        """Those that certainly wait for memory while anybody runs there, and for about how long."""
+        """Those that wait for memory while anybody runs there, how likely, and for about how long."""
         pool, available, needed = self._pool, self._available, self._needed
         short_by = needed + cost.ROOM_KEPT_RATIO * pool - available
         doubt = cost.ROOM_DOUBT_RATIO * pool
-        self._is_short = ((pool > 0) & (short_by > -doubt)
-                          & ((self._num_active > 0) | (available <= 0)))
         self._likely = np.minimum(0.5 + 0.5 * short_by / np.where(pool > 0, doubt, 1.0), 1.0)
+        self._is_short = ((pool > 0) & (self._likely > HARDLY_LIKELY)
+                          & ((self._num_active > 0) | (available <= 0)))
         self._missing = np.maximum(short_by, cost.ROOM_KEPT_RATIO * pool)
         self._life_s = self._work.expected_output_tokens * self._pace_s
         wait_s = np.maximum(self._life_s * self._missing / np.maximum(pool - available, 1.0) - self._queue_s, 0.0)

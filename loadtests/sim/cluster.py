@@ -117,7 +117,7 @@ class Cluster:
         self.retired.append(old)
         self._num_batches[old.worker_id] = 0
         for gateway in self.gateways:
-            gateway.replaced(old.worker_id, new.report())
+            gateway.replaced(old.worker_id, new.report(), self.clock.now)
         for request in old.stop():
             if request.index in self._copying:
                 self._end_copy(request.index)
@@ -217,6 +217,6 @@ class Cluster:
         worker = self._worker_of[worker.worker_id]
         report = worker.report()
         for gateway in self.gateways:
-            gateway.reported(worker.worker_id, report)
+            gateway.reported(worker.worker_id, report, self.clock.now)
         others_ratio = max(gateway.others_ratio(worker.worker_id) for gateway in self.gateways)
         self._poll_later(worker, look_again_after_s(self.settings.poll_interval_s, others_ratio, len(self.workers)))

@@ -138,7 +138,7 @@ class SimGateway:
         self._siblings = other._siblings
         self._siblings.append(self)
 
-    def replaced(self, worker_id: str, report: Report) -> None:
+    def replaced(self, worker_id: str, report: Report, now: float) -> None:
         """The worker is another process now: nothing is there that was believed, and nothing booked."""
         known = self._known[worker_id]
         known.epoch += 1
@@ -147,7 +147,7 @@ class SimGateway:
         self._busy_steps.forget(worker_id)
         self._ledger.forget(worker_id, f"{EPOCH} {known.epoch - 1}")
         self._loads.pop(worker_id, None)
-        self.reported(worker_id, report)
+        self.reported(worker_id, report, now)
 
     def ended(self, request: SimRequest, now: float, *, well: bool = True) -> None:
         placed = self._placed.pop(request.index)
@@ -166,11 +166,11 @@ class SimGateway:
             self._stretch.saw((ended_at - began_at) / (request.output_tokens - 1),
                               self._known[worker_id].report.decode_step_s)
 
-    def reported(self, worker_id: str, report: Report) -> None:
+    def reported(self, worker_id: str, report: Report, now: float) -> None:
         """The worker's answer to a poll arrived."""
         known = self._known[worker_id]
         known.report, known.own_load_at_report = report, self._ledger.load(worker_id)
-        known.others.saw(known.own_load_at_report.num_inflight, report.num_running + report.num_waiting)
+        known.others.saw(known.own_load_at_report.num_inflight, report.num_running + report.num_waiting, now)
         self._renew(worker_id)
 
     def others_ratio(self, worker_id: str) -> float:
