@@ -57,7 +57,8 @@ def test_a_gzip_body_has_a_few_whole_members(bodies: list[bytes], cut: int) -> N
 
 @pytest.mark.parametrize(("raw", "encoding"), [
     (b"{}", "gzip"), (b"{}", "deflate"), (zlib.compress(b"{}") + b"x", "deflate"),
-    (gzip.compress(b"{}") + b"x", "gzip"), (gzip.compress(b"{}")[:-1], "gzip"), (zlib.compress(b"{}" * 99)[:-5], "deflate")])
+    (gzip.compress(b"{}") + b"x", "gzip"), (gzip.compress(b"{}")[:-1], "gzip"),
+    (zlib.compress(b"{}" * 99)[:-5], "deflate")])
 def test_what_is_not_its_encoding_is_refused(raw: bytes, encoding: str) -> None:
     with pytest.raises(BadlyEncoded):
         asyncio.run(decoded(raw, encoding, LIMIT_BYTES))
