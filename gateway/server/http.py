@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.relay.relay import ClientLeft
 from gateway.server.strict_head import UnclearHead, check_head
 from worker.protocol.api_error import ApiError, invalid_request
+from worker.protocol.body_encoding import BadlyEncoded, GrownTooLarge, decoded
 from worker.protocol.logs import get_logger
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -30,6 +31,7 @@ CLIENT_CLOSED_REQUEST = 499
 _USABLE_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_MAX_CHARS}}}\Z")
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:\s*,\s*[\w!#$%&'*+.^`|~-]+){0,63}\Z", re.ASCII)
 _USUAL_HEADERS = "Authorization, Content-Type, x-api-key, x-request-id, x-request-deadline-ms"
+_TORN = "The request body ended early or is badly encoded."
 _log = get_logger(__name__)
 
 Handler = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
@@ -167,17 +169,27 @@ def request_id_of(request: BaseRequest) -> str:
 
 async def read_body(request: BaseRequest, limit_bytes: int) -> bytes:
     """The whole body; ApiError 413 once it is known to be too large, 408 when it takes too long, 400 when torn."""
+    body = await _read_as_it_came(request, limit_bytes)
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
+    if encoding is None:
+        return body
+    try:
+        return await decoded(body, encoding, limit_bytes)
+    except GrownTooLarge:
+        raise errors.body_too_large(limit_bytes) from None
+    except BadlyEncoded:
+        raise invalid_request(_TORN, None) from None
+
+
+async def _read_as_it_came(request: BaseRequest, limit_bytes: int) -> bytes:
     if (request.content_length or 0) > limit_bytes:
         raise errors.body_too_large(limit_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue":
         _send_continue(request)
+    if request.content.is_eof() and (request.content_length or 0) > 0:  # it came with its head, as most do
+        return request.content.read_nowait()
     body = bytearray()
     try:
-        if request.content.is_eof() and (request.content_length or 0) > 0:  # it came with its head, as most do
-            body += request.content.read_nowait()
-            if len(body) > limit_bytes:  # it was compressed
-                raise errors.body_too_large(limit_bytes)
-            return bytes(body)
         async with asyncio.timeout(BODY_TIMEOUT_S):
             while chunk := await request.content.readany():
                 body += chunk
@@ -186,7 +198,7 @@ async def read_body(request: BaseRequest, limit_bytes: int) -> bytes:
     except TimeoutError:
         raise errors.body_too_slow(BODY_TIMEOUT_S) from None
     except web.RequestPayloadError:
-        raise invalid_request("The request body ended early or is badly encoded.", None) from None
+        raise invalid_request(_TORN, None) from None
     return bytes(body)
 
 

@@ -52,6 +52,11 @@ async def test_a_bomb_is_refused_when_it_has_grown_to_the_limit(num_bytes: int) 
 async def test_another_coding_is_refused(coding: str) -> None:
     async with running_gateway("http://127.0.0.1:1") as gateway:
         answer = await gateway.send("POST", "/v1/completions", headers={"Content-Encoding": coding}, body=BODY)
-        is_read_by_aiohttp = coding in ("br", "zstd")  # where it has the library, or says that it has not
-        assert (answer.status, answer.error["code"]) == (415, "encoding_not_supported") or is_read_by_aiohttp
-        assert answer.status in (400, 415)
+        assert (answer.status, answer.error["code"]) == (415, "encoding_not_supported")
+
+
+async def test_a_body_that_nobody_reads_is_not_looked_into() -> None:
+    """aiohttp drops what is left of a body; were it inflated for that, this one would be a mistake."""
+    async with running_gateway("http://127.0.0.1:1") as gateway:
+        answer = await gateway.send("POST", "/nowhere", headers={"Content-Encoding": "gzip"}, body=b"no gzip")
+        assert answer.status == 404

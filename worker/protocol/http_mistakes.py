@@ -19,7 +19,7 @@ from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.logs import get_logger
 
 _NOT_HTTP = ("The request is not well-formed HTTP/1.1, or its head is too large (8,190 bytes a line, 128 headers); "
-             "check its request line, its headers (Content-Encoding: gzip or deflate) and how its body is framed.")
+             "check its request line, its headers and how its body is framed.")
 # A client's doing, each with a message that may quote what was sent.
 _MISTAKES = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 _log = get_logger("worker.protocol.http_mistakes")
@@ -42,9 +42,12 @@ class PrivateAppRunner(web.AppRunner):
 
 
 class PrivateConnection(web.RequestHandler):
-    """One client's connection; see PrivateServer."""
+    """One client's connection; see PrivateServer. Bodies are read as they came: body_encoding.py is for the rest."""
 
     __slots__ = ()
+
+    def __init__(self, manager: web.Server, **kw: Any) -> None:
+        super().__init__(manager, auto_decompress=False, **kw)
 
     def data_received(self, data: bytes) -> None:
         if self._is_lost():
@@ -52,8 +55,6 @@ class PrivateConnection(web.RequestHandler):
         super().data_received(data)
         if self._is_lost():
             self._end_open_bodies()     # nothing more can come, and aiohttp would let their readers wait
-        elif self._current_request is not None:
-            self._tell_again(self._current_request.content)  # of a bad compression: it found that itself
 
     def _is_lost(self) -> bool:
         """Whether what came last was not HTTP."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from worker.engine.messages import EngineReady
 from worker.prompt.foreign_api import ForeignAnswer, ForeignApi
@@ -26,6 +26,7 @@ from worker.prompt.sampling_params import SamplingParams
 from worker.prompt.unsupported_fields import refuse_unsupported_fields
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
+from worker.protocol.body_encoding import BadlyEncoded, GrownTooLarge, UnknownEncoding, decoded
 from worker.protocol.internal_request import (
     RESUME_HEADER,
     WORKER_TOKEN_HEADER,
@@ -175,15 +176,19 @@ def require_model(model: str | None, serving: Serving) -> None:
 
 
 async def read_body(request: web.Request, limit_bytes: int) -> bytes:
-    """The whole body; ApiError 413 as soon as it is known to be too large, 400 when it does not arrive whole."""
+    """The whole body; ApiError 413 as soon as it is known to be too large, 400 when it does not arrive whole, 415 for
+    an encoding that is not read here."""
     if (request.content_length or 0) > limit_bytes:
         raise body_too_large(limit_bytes)
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
+        return await decoded(await request.read(), request.headers.get(hdrs.CONTENT_ENCODING), limit_bytes)
+    except (web.HTTPRequestEntityTooLarge, GrownTooLarge):
         raise body_too_large(limit_bytes) from None
-    except web.RequestPayloadError:
+    except (web.RequestPayloadError, BadlyEncoded):
         raise invalid_request("The request body ended early or is badly encoded.", None) from None
+    except UnknownEncoding:
+        raise ApiError(415, "encoding_not_supported", "Request bodies may be sent as they are, or with gzip or "
+                       "deflate.") from None
 
 
 def _read_direct(raw: bytes, serving: Serving, route: Route,
