@@ -18,9 +18,9 @@ from gateway.knowledge import parity
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.knowledge.engines.headstart import HeadstartWorker, WorkerReport
 from gateway.knowledge.parity import ParityReport
-from gateway.knowledge.token_bound import TokenBound, token_bound
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import TokenizeRequest
+from worker.prompt.token_bound import TokenBound, token_bound
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.api_error import ApiError
 from worker.protocol.block_hash import HashScheme

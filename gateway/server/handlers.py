@@ -97,8 +97,8 @@ class ClientRoutes:
             parsed = COUNT_TOKENS.read(body).parsed
             tenant.check_model(parsed.model)
             renderer = self._generate.reference(parsed.model, tenant).renderer
-            tokens = await self._prompt_work.run(len(body), lambda: renderer.chat(parsed))
-            return json_response({"input_tokens": len(tokens)})
+            num_tokens = await self._prompt_work.run(len(body), lambda: renderer.count(parsed))
+            return json_response({"input_tokens": num_tokens})
 
     def _model_of(self, named: str | None, tenant: Tenant) -> str:
         """The model a helper route means: the named one, or the only one there is for this tenant."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gateway.knowledge.token_bound import TokenBound
+from worker.prompt.token_bound import TokenBound
 from worker.protocol.api_error import invalid_request
 
 
@@ -22,14 +22,14 @@ class PromptLimit:
 
     def is_suspect(self, num_body_bytes: int) -> bool:
         """Whether a body of this size is worth a look at its text before tokenising."""
-        return self.bound is not None and num_body_bytes >= self.max_context * self.bound.bytes_max
+        return self.bound is not None and num_body_bytes >= self.max_context
 
     def check_texts(self, texts: Iterable[str]) -> None:
         """ApiError 400 for a text that cannot have few enough tokens."""
         if self.bound is None:
             return
         for text in texts:
-            if (at_least := self.bound.tokens_min(text)) >= self.max_context:
+            if (at_least := self.bound.tokens_min(text, self.max_context)) >= self.max_context:
                 self._refuse(f"at least {at_least}")
 
     def check_prompts(self, prompts: Iterable[Sequence[int]]) -> None:

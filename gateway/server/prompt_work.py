@@ -97,7 +97,7 @@ class PromptWork:
         if task.num_body_bytes <= ON_LOOP_BODY_BYTES:
             return _prepare(task)
         request = task.request
-        if not isinstance(request, ChatRequest) or task.num_body_bytes > ON_LOOP_KNOWN_BYTES or task.is_suspect:
+        if not isinstance(request, ChatRequest) or task.num_body_bytes > ON_LOOP_KNOWN_BYTES:
             return None
         began_at = time.perf_counter()
         task.text = task.renderer.chat_text(request)
@@ -141,16 +141,18 @@ def _logged(work: Callable[[], None]) -> None:
         _log.exception("prompt_work_failed")
 
 
-def _texts(renderer: PromptRenderer, request: PromptRequest) -> list[str]:
+def _texts(task: PromptTask) -> list[str]:
+    request = task.request
     if isinstance(request, ChatRequest):
-        return [renderer.chat_text(request)]
+        task.text = task.renderer.chat_text(request) if task.text is None else task.text
+        return [task.text]
     return [prompt for prompt in request.prompts if isinstance(prompt, str)]
 
 
 def _prepare(task: PromptTask) -> PreparedPrompt:
     renderer, request, scope, began_at = task.renderer, task.request, task.scope, time.perf_counter()
     if task.limit is not None and task.is_suspect:
-        task.limit.check_texts(_texts(renderer, request))
+        task.limit.check_texts(_texts(task))
     # Who may share cached blocks may notice, by the time it takes, that a prompt's beginning was seen before.
     prompts: list[Sequence[int]] = (
         [renderer.chat_packed(request, scope=scope, text=task.text, replies=task.replies)]

@@ -24,6 +24,7 @@ from worker.prompt.tool_style import style_of_template
 from worker.protocol.api_error import ApiError, invalid_request
 
 TOOL_TEMPLATE = "tool_use"
+COUNTED_MAX = 1 << 20   # characters, or ids, of a text that need not fit a context: about a second's work
 
 
 class PromptRenderer:
@@ -87,10 +88,18 @@ class PromptRenderer:
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """The ids of POST /tokenize, which may be none at all."""
         text = self.chat_text(request) if request.prompt is None else request.prompt
+        _check_counted(len(text), "characters", "messages" if request.prompt is None else "prompt")
         return self.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+
+    def count(self, request: ChatRequest) -> int:
+        """The tokens of a chat prompt that is only counted."""
+        text = self.chat_text(request)
+        _check_counted(len(text), "characters", "messages")
+        return len(self.chat_packed(request, text=text))
 
     def detokenize(self, request: DetokenizeRequest) -> str:
         """The text of POST /detokenize, special tokens included."""
+        _check_counted(len(request.tokens), "ids", "tokens")
         if request.tokens:
             self._check_ids(request.tokens, "tokens")
         return self.tokenizer.decode(request.tokens, skip_special_tokens=False)
@@ -123,6 +132,12 @@ class PromptRenderer:
 
 def _wants_tools(request: ChatRequest | TokenizeRequest) -> bool:
     return not isinstance(request, ChatRequest) or request.may_call_tools
+
+
+def _check_counted(num: int, what: str, param: str) -> None:
+    if num > COUNTED_MAX:
+        raise invalid_request(f"This is {num} {what} long, and at most {COUNTED_MAX} {what} are read at a time: send "
+                              "it in parts.", param)
 
 
 def _out_of_vocabulary(token_id: int, vocab_size: int, param: str) -> ApiError:

@@ -20,7 +20,6 @@ from worker.engine.messages import EngineReady
 from worker.prompt.foreign_api import ForeignAnswer, ForeignApi
 from worker.prompt.grammar_spec import GrammarSpec
 from worker.prompt.messages_body import MESSAGES
-from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_embedding
 from worker.prompt.responses_body import RESPONSES
 from worker.prompt.sampling_params import SamplingParams
@@ -39,6 +38,7 @@ from worker.protocol.internal_request import (
 from worker.protocol.logs import get_logger
 from worker.server.answer_form import grammar_of
 from worker.server.error_middleware import body_too_large
+from worker.server.prompt_limit import check_texts, too_long
 from worker.server.shell import Serving, Shell
 
 SEED_BITS = 63
@@ -54,7 +54,7 @@ class Route:
 
     name: str
     parse: Callable[[bytes], Body]
-    render: Callable[[PromptRenderer, Body], list[list[int]]]
+    render: Callable[[Serving, Body, str], list[list[int]]]
     prompt_param: str
     foreign: ForeignApi | None = None
 
@@ -66,14 +66,17 @@ class Route:
         return request.parsed, request.answer
 
 
-def _render_chat(renderer: PromptRenderer, body: Body) -> list[list[int]]:
+def _render_chat(serving: Serving, body: Body, param: str) -> list[list[int]]:
     assert isinstance(body, ChatRequest)
-    return [renderer.chat(body, scope=body.cache_salt or "")]
+    text = serving.renderer.chat_text(body)
+    check_texts([text], serving, param)
+    return [serving.renderer.chat_packed(body, scope=body.cache_salt or "", text=text).tolist()]
 
 
-def _render_completion(renderer: PromptRenderer, body: Body) -> list[list[int]]:
+def _render_completion(serving: Serving, body: Body, param: str) -> list[list[int]]:
     assert isinstance(body, CompletionRequest)
-    return renderer.completion(body, scope=body.cache_salt or "")
+    check_texts((prompt for prompt in body.prompts if isinstance(prompt, str)), serving, param)
+    return serving.renderer.completion(body, scope=body.cache_salt or "")
 
 
 CHAT = Route("/v1/chat/completions", parse_chat, _render_chat, "messages")
@@ -133,16 +136,16 @@ async def admit(request: web.Request, shell: Shell, route: Route) -> Admission:
         body = _body_of(internal, route)
         refuse_unsupported_fields(internal.json_body, body.unknown)
         _check_vocabulary(prompts, serving.ready, route)
+        _check_number_of_choices(body, len(prompts), shell)
     else:
         raw = await read_body(request, shell.config.max_body_bytes)
         read, prompts, tokenize_s = await shell.prompt_threads.run(
-            len(raw), lambda: _read_direct(raw, serving, route))
+            len(raw), lambda: _read_direct(raw, serving, route, shell))
         body, foreign = read
         extra_keys = _body_salt(body)
     if body.unknown:
         _log.debug("unknown_fields_ignored", fields=body.unknown[:UNKNOWN_FIELDS_LOGGED_MAX])
     require_model(body.model, serving)
-    _check_number_of_choices(body, prompts, shell)
     if (adapter := serving.adapters.get(body.model)) is not None:
         extra_keys = (*extra_keys, ExtraKey(ExtraKeyKind.LORA, adapter))
     max_new_tokens = _max_new_tokens(body, prompts, serving.ready, route, resume=resume)
@@ -188,14 +191,15 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
                        "deflate.") from None
 
 
-def _read_direct(raw: bytes, serving: Serving,
-                 route: Route) -> tuple[tuple[Body, ForeignAnswer | None], list[list[int]], float]:
+def _read_direct(raw: bytes, serving: Serving, route: Route,
+                 shell: Shell) -> tuple[tuple[Body, ForeignAnswer | None], list[list[int]], float]:
     body, foreign = route.read(raw)
     if foreign is None:
         refuse_unsupported_fields(raw, body.unknown)
     require_model(body.model, serving)      # before the work of rendering for somebody else's model
+    _check_number_of_choices(body, len(body.prompts) if isinstance(body, CompletionRequest) else 1, shell)
     started = time.perf_counter()
-    prompts = route.render(serving.renderer, body)
+    prompts = route.render(serving, body, route.prompt_param)
     return (body, foreign), prompts, time.perf_counter() - started
 
 
@@ -232,10 +236,10 @@ def _check_vocabulary(prompts: list[list[int]], ready: EngineReady, route: Route
                               route.prompt_param)
 
 
-def _check_number_of_choices(body: Body, prompts: list[list[int]], shell: Shell) -> None:
-    num_choices, limit = len(prompts) * body.num_candidates, shell.config.max_running + shell.config.max_waiting
+def _check_number_of_choices(body: Body, num_prompts: int, shell: Shell) -> None:
+    num_choices, limit = num_prompts * body.num_candidates, shell.config.max_running + shell.config.max_waiting
     if num_choices > limit:
-        raise invalid_request(f"{len(prompts)} prompts times n or best_of = {body.num_candidates} is {num_choices} "
+        raise invalid_request(f"{num_prompts} prompts times n or best_of = {body.num_candidates} is {num_choices} "
                               f"sequences; this worker "
                               f"holds at most {limit}.", "n")
 
@@ -250,9 +254,7 @@ def _max_new_tokens(body: Body, prompts: list[list[int]], ready: EngineReady, ro
         if not length:
             raise invalid_request("The prompt has no tokens.", route.prompt_param)
         if rest < 1:
-            raise invalid_request(f"The prompt is {length} tokens long and this worker's context is "
-                                  f"{ready.max_context} tokens, of which at least one must be left for the answer.",
-                                  route.prompt_param)
+            raise too_long(str(length), ready.max_context, route.prompt_param)
         if body.max_tokens is not None and body.max_tokens > rest and not body.max_tokens_is_default:
             raise invalid_request(f"max_tokens is {body.max_tokens}, but the prompt takes {length} of this "
                                   f"worker's context of {ready.max_context} tokens and leaves {rest}.", "max_tokens")

@@ -89,7 +89,7 @@ def _tokenize(raw: bytes, serving: Serving) -> dict[str, Any]:
 def _count_tokens(raw: bytes, serving: Serving) -> dict[str, Any]:
     body = COUNT_TOKENS.read(raw).parsed
     require_model(body.model, serving)
-    return {"input_tokens": len(serving.renderer.chat(body))}
+    return {"input_tokens": serving.renderer.count(body)}
 
 
 def _detokenize(raw: bytes, serving: Serving) -> dict[str, Any]:

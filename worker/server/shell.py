@@ -21,6 +21,7 @@ from worker.config import WorkerConfig
 from worker.engine.engine_client import EngineClient
 from worker.engine.messages import EngineFailed, EngineReady, EngineStats, Report, StepReport
 from worker.prompt.renderer import PromptRenderer
+from worker.prompt.token_bound import TokenBound, token_bound
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.api_error import ApiError
 from worker.protocol.collector import collect_seldom
@@ -54,6 +55,7 @@ class Serving:
     bundle: TokenizerBundle
     renderer: PromptRenderer
     token_text: TokenText
+    token_bound: TokenBound | None
     model_names: frozenset[str]
     adapters: Mapping[str, bytes]
     system_fingerprint: str
@@ -218,6 +220,7 @@ class Shell:
         adapters = dict(ready.adapters)
         names = {ready.model, self.config.model, self.config.served_name or ready.model, *adapters}
         return Serving(ready=ready, bundle=bundle, renderer=renderer, token_text=TokenText(renderer.tokenizer),
+                       token_bound=token_bound(bundle.tokenizer_json),
                        model_names=frozenset(names), adapters=adapters,
                        system_fingerprint="fp_" + ready.hash_scheme.digest()[:12])
 

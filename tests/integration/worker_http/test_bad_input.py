@@ -11,6 +11,7 @@ import pytest
 
 from loadtests.local_stack import Child
 from tests.support.tiny_worker import MODEL_CONTEXT, WORKER_TOKEN, worker_client
+from worker.prompt.renderer import COUNTED_MAX
 from worker.protocol.internal_request import WORKER_TOKEN_HEADER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -35,6 +36,8 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "hello", "max_tokens": 2} | fields
 
 
+JUNK = "a" * (COUNTED_MAX + 1)
+LONG = [{"role": "user", "content": JUNK}]
 CASES = [
     Case("malformed JSON", CHAT, b'{"model": "tiny", ', 400, "invalid_request", None),
     Case("empty body", CHAT, b"", 400, "invalid_request", None),
@@ -121,6 +124,31 @@ async def test_numbers_of_the_context_are_told(client: aiohttp.ClientSession) ->
     _, answer, _ = await post(client, COMPLETIONS, completion(prompt=[5] * 2000))
     assert "2000" in answer["error"]["message"]
     assert str(MODEL_CONTEXT) in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    (CHAT, {"messages": [{"role": "user", "content": JUNK}]}, "messages"),
+    (COMPLETIONS, {"prompt": JUNK}, "prompt"), (COMPLETIONS, {"prompt": ["hello", JUNK]}, "prompt"),
+    ("/v1/embeddings", {"input": JUNK}, "input"), ("/v1/messages", {"messages": USER, "system": JUNK}, "messages"),
+])
+async def test_a_text_that_cannot_fit_is_not_tokenised(client: aiohttp.ClientSession, path: str, param: str,
+                                                       fields: dict[str, Any]) -> None:
+    status, answer, _ = await post(client, path, {"model": "tiny", "max_tokens": 2, **fields})
+    assert status == 400
+    assert answer["error"].get("param") == param
+    assert "at least " in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "fields", "what"), [
+    ("/tokenize", {"prompt": JUNK}, "characters"), ("/tokenize", {"messages": [*USER, *USER, *LONG]}, "characters"),
+    ("/v1/messages/count_tokens", {"messages": LONG}, "characters"),
+    ("/detokenize", {"tokens": [5] * (COUNTED_MAX + 1)}, "ids"),
+])
+async def test_what_is_only_counted_has_a_limit(client: aiohttp.ClientSession, path: str, fields: dict[str, Any],
+                                                what: str) -> None:
+    status, answer, _ = await post(client, path, {"model": "tiny", **fields})
+    assert status == 400
+    assert f"at most {COUNTED_MAX} {what}" in answer["error"]["message"]
 
 
 async def test_a_body_of_100_mb_is_refused(worker: Child) -> None:
