@@ -14,7 +14,8 @@ _BODY = b'{"model":"stub","messages":[{"role":"user","content":"' + CANARY + b'"
 _SIZED = b"Content-Length: %d\r\n\r\n" % len(_BODY) + _BODY
 _CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 # Framed well, so that such a connection would stay open.
-_GZIP, _DEFLATE_CODED = (b"Connection: close\r\nContent-Encoding: %s\r\n" % coding for coding in (b"gzip", b"deflate"))
+_GZIP, _DEFLATE_CODED = (b"Connection: close\r\nContent-Encoding: " + coding + b"\r\n"
+                         for coding in (b"gzip", b"deflate"))
 ANSWER_S = 20.0
 
 NOT_HTTP = {
