@@ -15,7 +15,7 @@ def test_threads_look_for_work_before_they_sleep(monkeypatch: pytest.MonkeyPatch
     made = _environment(EngineConfig(threads=2))
     assert (made["OMP_NUM_THREADS"], made["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
     assert int(made["GOMP_SPINCOUNT"]) > 0
-    assert looks_before_sleep(made) > 0, "nor do those of compiled steps sleep at every barrier"
+    assert min(looks_before_sleep(made)) > 0, "nor do those of compiled steps sleep at every barrier"
 
 
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     made = _environment(EngineConfig())
     assert "GOMP_SPINCOUNT" not in made
-    assert looks_before_sleep(made) == 0
+    assert looks_before_sleep(made) == (0, 0)
     monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert _environment(EngineConfig())["GOMP_SPINCOUNT"] == "7"

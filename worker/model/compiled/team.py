@@ -18,19 +18,21 @@ from worker.model.compiled.team_size import TeamSize
 
 # Of a team's signals, each in a cache line of its own.
 ARRIVED, TURN, SLEEPERS, IN_VAIN = 0, 16, 32, 48
-LOOKS_MAX = 8000        # some 200 us; shares of a step of few rows end nearer to each other
+FEW_ROWS, MANY_ROWS = range(2)      # kinds of steps
+# Some 200 us and 5 ms: shares of a step end nearer to each other. Beside somebody who works on its core as well, who
+# sleeps may get it back milliseconds later, many times a step.
+LOOKS_MAX = (8_000, 200_000)
 # A thread that is looked for longer may share the looker's own core, and then gets on only while the looker sleeps.
 # After so many such looks by each thread a step's threads sleep at once.
 IN_VAIN_MAX = 8
-FEW_ROWS, MANY_ROWS = range(2)      # kinds of steps; where rows are many, shares may well end apart
 logger = logging.getLogger("headstart.model")
 Part = Callable[[int], None]
 
 
-def looks_before_sleep(environment: Mapping[str, str]) -> int:
-    """As libgomp has it: PASSIVE sleeps at once, unless GOMP_SPINCOUNT says that it looks a while first."""
+def looks_before_sleep(environment: Mapping[str, str]) -> tuple[int, int]:
+    """By kind of step. As libgomp has it: PASSIVE sleeps at once, unless GOMP_SPINCOUNT says that it looks first."""
     passive = environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-    return 0 if passive and environment.get("GOMP_SPINCOUNT", "0") == "0" else LOOKS_MAX
+    return (0, 0) if passive and environment.get("GOMP_SPINCOUNT", "0") == "0" else LOOKS_MAX
 
 
 class ThreadTeam:
@@ -49,7 +51,7 @@ class ThreadTeam:
         """What a Team is made of, for one step of this kind, which `run` is then called for."""
         signals = self._signals[kind]
         signals[IN_VAIN] = 0
-        return self._size_for(kind), self.looks, signals
+        return self._size_for(kind), self.looks[kind], signals
 
     def run(self, part: Part, kind: int) -> None:
         """`part` must itself wait until every thread of the step is through with what matters."""
