@@ -13,6 +13,9 @@ _HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: applica
 _BODY = b'{"model":"stub","messages":[{"role":"user","content":"' + CANARY + b'"}]}'
 _SIZED = b"Content-Length: %d\r\n\r\n" % len(_BODY) + _BODY
 _CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+# Framed well, so that such a connection would stay open.
+_GZIP, _DEFLATE_CODED = (b"Connection: close\r\nContent-Encoding: " + coding + b"\r\n"
+                         for coding in (b"gzip", b"deflate"))
 ANSWER_S = 20.0
 
 NOT_HTTP = {
@@ -20,9 +23,9 @@ NOT_HTTP = {
     "a chunk size below its data": _HEAD + _CHUNKED + b"5\r\n" + _BODY + b"\r\n0\r\n\r\n",
     "JSON among the headers": _HEAD + _BODY + b"\r\n\r\n",
     "JSON alone": _BODY + b"\r\n\r\n",
-    "no gzip": _HEAD + b"Content-Encoding: gzip\r\n" + _SIZED,
-    "no deflate": _HEAD + b"Content-Encoding: deflate\r\n" + _SIZED,
-    "no gzip in chunks": _HEAD + b"Content-Encoding: gzip\r\n" + _CHUNKED + b"%x\r\n" % len(_BODY) + _BODY
+    "no gzip": _HEAD + _GZIP + _SIZED,
+    "no deflate": _HEAD + _DEFLATE_CODED + _SIZED,
+    "no gzip in chunks": _HEAD + _GZIP + _CHUNKED + b"%x\r\n" % len(_BODY) + _BODY
                          + b"\r\n0\r\n\r\n",
     "no Host": b"POST /v1/chat/completions HTTP/1.1\r\n" + _SIZED,
     "a length in words": _HEAD + b"Content-Length: " + CANARY + b"\r\n\r\n" + _BODY,
@@ -40,7 +43,7 @@ _DEFLATED = _DEFLATE.compress(_BODY) + _DEFLATE.flush(zlib.Z_SYNC_FLUSH)
 WRONG_AFTER_A_CHUNK = {
     "a bare LF in the trailers": (_HEAD + _CHUNKED + _CHUNK, b"\r\n0\r\nX: " + CANARY + b"\n\r\n"),
     "no chunk size": (_HEAD + _CHUNKED + _CHUNK, b"\r\n" + CANARY + b"\r\n"),
-    "no deflate": (_HEAD + b"Content-Encoding: deflate\r\n" + _CHUNKED + b"%x\r\n" % len(_DEFLATED) + _DEFLATED,
+    "no deflate": (_HEAD + _DEFLATE_CODED + _CHUNKED + b"%x\r\n" % len(_DEFLATED) + _DEFLATED,
                    b"\r\n%x\r\n" % (len(CANARY) + 1) + b"\xff" + CANARY + b"\r\n0\r\n\r\n"),
 }
 
