@@ -11,11 +11,15 @@ from worker.protocol.logs import FORMATS, LEVELS
 from worker.protocol.settings import setting
 
 PORT_MAX = 65_535
+THREADS_MAX = 1024
+SHOWN_CHARS = 20
 
 
 def _threads_problem(value: str) -> str | None:
-    return None if value == "auto" or (value.isdecimal() and int(value) > 0) else \
-        f"should be auto or a number of 1 or more, got {value!r}"
+    significant = value.lstrip("0")[:len(str(THREADS_MAX)) + 1]
+    if value == "auto" or (value.isdecimal() and 0 < int(significant or 0) <= THREADS_MAX):
+        return None
+    return f"should be auto or a number from 1 to {THREADS_MAX}, got {value[:SHOWN_CHARS]!r}"
 
 
 def _seed_problem(value: str) -> str | None:

@@ -30,8 +30,7 @@ TEXTS = ("x" * 5000, " " * 5000, "\n" * 5000, "-" * 5000, "=" * 5000, "\U0001d40
          "\u1100\u1161\u11a8" * 2000, "<|im_end|>" * 500, "\u00e9\u4e2d\U0001f600\x00" * 500,
          "\x06" * 3000 + "\U000c8000" * 3000)
 ADDED = {"id": 1000, "content": "<aaaaaaaa  b>", "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False,
-         "special": True}
+         "normalized": False, "special": True}
 
 
 def marks_tokenizer() -> bytes:

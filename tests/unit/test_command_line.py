@@ -68,7 +68,9 @@ def test_a_gateway_install_says_what_a_worker_needs(monkeypatch: pytest.MonkeyPa
     (["--kv-memory", "1.5", "--print-config"], "--kv-memory: '1.5': a share of free memory lies above 0"),
     (["--kv-memory", "0"], "--kv-memory: is 0: give the cache some room"),
     (["--kv-memory", "9" * 400], "--kv-memory: is more than any machine has"),
-    (["--threads", "0"], "--threads: should be auto or a number of 1 or more")])
+    (["--threads", "0"], "--threads: should be auto or a number from 1 to 1024"),
+    (["--threads", "1025"], "--threads: should be auto or a number from 1 to 1024, got '1025'"),
+    (["--threads", "9" * 5000], "--threads: should be auto or a number from 1 to 1024")])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], wanted: str,
                                           capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

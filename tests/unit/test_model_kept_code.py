@@ -53,11 +53,21 @@ def test_what_fails_without_kept_code_fails_once(tmp_path: Path) -> None:
 def test_a_start_says_that_it_compiles_and_where_it_cannot_keep_that(tmp_path: Path,
                                                                     caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    say_what_is_kept(str(tmp_path))
+    say_what_is_kept(str(tmp_path), tmp_path)
     assert "once" in caplog.text
     caplog.clear()
     Code(tmp_path).look()
-    say_what_is_kept(str(tmp_path))
+    say_what_is_kept(str(tmp_path), tmp_path)
     assert not caplog.text
-    say_what_is_kept("")
-    assert "HEADSTART_CACHE_DIR" in caplog.text
+    say_what_is_kept("", tmp_path)
+    assert "let HEADSTART_CACHE_DIR name a folder" in caplog.text
+
+
+def test_a_cache_that_was_chosen_and_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_DIR", str(tmp_path))
+    say_what_is_kept("", tmp_path)
+    assert f"HEADSTART_CACHE_DIR, which is set to {tmp_path} and cannot be written" in caplog.text
+    caplog.clear()
+    say_what_is_kept("", tmp_path / "other")
+    assert "let HEADSTART_CACHE_DIR name a folder" in caplog.text

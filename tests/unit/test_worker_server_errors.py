@@ -9,12 +9,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
 
-from worker.config import WorkerConfig
+from worker.config import THREADS_MAX, WorkerConfig
 from worker.engine.engine_client import EngineClient
 from worker.engine.messages import EngineFailed
 from worker.protocol.api_error import ApiError
-from worker.server.app import UsageError, build_app, engine_config
+from worker.server.app import UsageError, build_app, engine_config, warn_of_threads
 from worker.server.error_middleware import error_middleware
 from worker.server.events_publisher import EventsPublisher
 from worker.server.shell import Phase, Shell
@@ -120,3 +121,12 @@ def test_engine_config_carries_every_setting_over() -> None:
 def test_a_setting_that_cannot_be_read_is_named(field: str, value: str) -> None:
     with pytest.raises(UsageError, match=field):
         engine_config(WorkerConfig(**{field: value}))
+
+
+def test_more_threads_than_cores_are_warned_of() -> None:
+    with capture_logs() as lines:
+        warn_of_threads(1)
+        assert not lines
+        warn_of_threads(THREADS_MAX)
+    assert [(line["event"], line["log_level"], line["threads"]) for line in lines] == [
+        ("more_threads_than_cores", "warning", THREADS_MAX)]

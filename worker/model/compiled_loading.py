@@ -23,6 +23,7 @@ from worker.model.forward_batch import ForwardBatch, SequenceRows
 from worker.model.kv_storage import KVStorage
 from worker.model.linear import multiplies_bf16
 from worker.model.model_error import ModelError
+from worker.model.model_folder import cache_remedy
 from worker.model.model_spec import LayerGeometry, ModelSpec
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _compiled(compact: CompactDecoder, spec: ModelSpec, cache: Path) -> Compiled
         decoder = CompiledDecoder(compact, num_threads=torch.get_num_threads(), is_int8=spec.weight_dtype == INT8)
         return decoder, _distance(decoder, compact, spec.layers)
 
-    say_what_is_kept(folder)
+    say_what_is_kept(folder, cache)
     try:
         decoder, off = and_without_kept_code(folder, look)
     except NotCompiled as reason:
@@ -112,11 +113,11 @@ def compile_prompts(decoder: CompiledDecoder, compact: CompactDecoder,
     return None
 
 
-def say_what_is_kept(folder: str) -> None:
+def say_what_is_kept(folder: str, cache: Path) -> None:
     """A line in the log where this start takes longer than the next one, or all do."""
     if not folder:
-        logger.warning("compiled code cannot be kept, so every start takes half a minute longer: "
-                       "HEADSTART_CACHE_DIR names a folder that can be written")
+        logger.warning("compiled code cannot be kept, so every start takes half a minute longer: %s",
+                       cache_remedy(cache))
     elif not _kept_code(folder):
         logger.info("compiling the model's steps for this machine, once: about half a minute; kept in %s", folder)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from worker.model.gguf_file import GgufHeader, GgufTensor, read_gguf_header
 from worker.model.model_error import ModelError
-from worker.model.model_folder import RECORD_NAME
+from worker.model.model_folder import RECORD_NAME, cache_remedy
 
 # Part of every conversion's name: raise it when the same GGUF would give other bytes.
 CONVERTER_VERSION = 1
@@ -61,7 +61,7 @@ def ensure_converted(target: Path, source_digest: str, find_gguf: Callable[[Path
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(f"cannot write the converted model to {target} ({error.strerror or error}); free some space "
-                         "or set HEADSTART_CACHE_DIR") from error
+                         f"or {cache_remedy(target.parent.parent)}") from error
 
 
 @contextmanager

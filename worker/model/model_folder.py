@@ -38,6 +38,14 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart"
 
 
+def cache_remedy(cache: Path) -> str:
+    """What to do about a cache that cannot be written, by the name of what chose it."""
+    own = os.environ.get("HEADSTART_CACHE_DIR")
+    if own and Path(own).expanduser() == cache:
+        return f"let HEADSTART_CACHE_DIR, which is set to {own} and cannot be written, name another folder"
+    return "let HEADSTART_CACHE_DIR name a folder that can be written"
+
+
 def open_folder(path: Path, *, name: str | None = None, chat_template: Path | None = None) -> ModelFolder:
     """The model in `path`. ModelError naming the missing file when it is not one."""
     read_config(path)

@@ -8,6 +8,7 @@ process answers /livez while the model loads.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 
@@ -42,11 +43,21 @@ def run(config: WorkerConfig) -> int:
     """Serve until told to stop. Returns the exit code: 0 stopped, 1 the engine failed, 2 a user's mistake."""
     configure_logging(config.log_format, config.log_level)
     try:
-        return uvloop.run(_serve(config, engine_config(config)))
+        settings = engine_config(config)
+        warn_of_threads(settings.threads)
+        return uvloop.run(_serve(config, settings))
     except UsageError as error:
         return _complain(str(error), EXIT_USAGE)
     except KeyboardInterrupt:
         return EXIT_OK      # Ctrl-C before the loop could take it
+
+
+def warn_of_threads(threads: int) -> None:
+    """A line in the log where the engine has more threads than cores to run them on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads > cores:
+        _log.warning("more_threads_than_cores", threads=threads, cores=cores, reason="threads of one step that share "
+                     "a core wait for each other", remedy="give --threads auto, or no more than there are cores")
 
 
 def build_app(shell: Shell) -> web.Application:
