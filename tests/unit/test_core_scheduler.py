@@ -303,6 +303,21 @@ def test_a_step_that_does_not_fit_into_memory_is_planned_anew_at_half_its_size()
     assert scheduler.counters.shrunk_steps == 1
 
 
+def test_who_was_preempted_for_want_of_memory_goes_on_when_those_left_are_aborted() -> None:
+    scheduler = make_scheduler(40)
+    for seq_id in (0, 1):
+        scheduler.submit(make_sequence(seq_id, range(seq_id * 16, seq_id * 16 + 16), 2))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.shrink_step(plan)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    scheduler.abort(0)
+    again = step(scheduler)
+    assert list(shares(again)) == [1], "nobody runs, so nobody is there to wait for"
+    assert [preemption.seq_id for preemption in again.preemptions] == [1]
+    drive(scheduler)
+
+
 def test_a_step_that_never_fits_shrinks_to_one_position_and_grows_again() -> None:
     scheduler = make_scheduler(40, max_batch_tokens=64)
     scheduler.submit(make_sequence(0, range(200), 400))

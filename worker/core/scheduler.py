@@ -123,7 +123,7 @@ class Scheduler:
         self._waiting.gate.begin_pass()
         at_once, after_more_urgent = self._running.ranked_for_step(self._waiting.first_priority)
         self._continue_all(at_once, draft)
-        if not draft.preemptions:
+        if not draft.preemptions or not self._running:  # whoever stayed after a step that did not fit may have left
             self._admit(draft)
         self._continue_all(after_more_urgent, draft)
         self._in_flight = draft.plan(self._num_steps_planned)
