@@ -20,7 +20,7 @@ from gateway import errors
 from gateway.relay.relay import ClientLeft
 from gateway.server.strict_head import UnclearHead, check_head
 from worker.protocol.api_error import ApiError, invalid_request
-from worker.protocol.body_encoding import BadlyEncoded, GrownTooLarge, decoded
+from worker.protocol.body_encoding import TORN_TEXT, BadlyEncoded, GrownTooLarge, decoded
 from worker.protocol.logs import get_logger
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -31,7 +31,6 @@ CLIENT_CLOSED_REQUEST = 499
 _USABLE_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_MAX_CHARS}}}\Z")
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:\s*,\s*[\w!#$%&'*+.^`|~-]+){0,63}\Z", re.ASCII)
 _USUAL_HEADERS = "Authorization, Content-Type, x-api-key, x-request-id, x-request-deadline-ms"
-_TORN = "The request body ended early or is badly encoded."
 _log = get_logger(__name__)
 
 Handler = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
@@ -178,7 +177,7 @@ async def read_body(request: BaseRequest, limit_bytes: int) -> bytes:
     except GrownTooLarge:
         raise errors.body_too_large(limit_bytes) from None
     except BadlyEncoded:
-        raise invalid_request(_TORN, None) from None
+        raise invalid_request(TORN_TEXT, None) from None
 
 
 async def _read_as_it_came(request: BaseRequest, limit_bytes: int) -> bytes:
@@ -198,7 +197,7 @@ async def _read_as_it_came(request: BaseRequest, limit_bytes: int) -> bytes:
     except TimeoutError:
         raise errors.body_too_slow(BODY_TIMEOUT_S) from None
     except web.RequestPayloadError:
-        raise invalid_request(_TORN, None) from None
+        raise invalid_request(TORN_TEXT, None) from None
     return bytes(body)
 
 

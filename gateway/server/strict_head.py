@@ -12,7 +12,7 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 from multidict import CIMultiDictProxy
 
 from worker.protocol.api_error import ApiError
-from worker.protocol.body_encoding import ENCODINGS
+from worker.protocol.body_encoding import ENCODINGS, ENCODINGS_TEXT
 
 _HOST = re.compile(r"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d{0,5})?\Z", re.ASCII)
 
@@ -33,8 +33,7 @@ def check_head(version: HttpVersion, headers: CIMultiDictProxy[str]) -> None:
         if len(codings) > 1 or codings[0].strip().lower() != "chunked" or version == HttpVersion10:
             raise UnclearHead(400, "`chunked` is the only Transfer-Encoding that is accepted, and in HTTP/1.1 only.")
     if headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() not in ENCODINGS:
-        raise UnclearHead(415, "Request bodies may be sent as they are, or with gzip or deflate.",
-                          code="encoding_not_supported")
+        raise UnclearHead(415, ENCODINGS_TEXT, code="encoding_not_supported")
     if not _HOST.match(headers.get(hdrs.HOST, "")):
         raise UnclearHead(400, "The Host header should be a name or an address, with or without a port.")
     if hdrs.EXPECT in headers and headers[hdrs.EXPECT].strip().lower() != "100-continue":

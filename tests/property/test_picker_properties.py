@@ -17,6 +17,7 @@ from gateway.routing.memory_wait import Stream
 from gateway.routing.picker import TIE_RATIO, TIE_S, NoEndpoint, PickInput, RoutingDecision, pick
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefix_index import Match
+from tests.support.plain_choice import check_as_if_all_were_priced
 
 counts = st.integers(0, 64)
 tokens = st.integers(0, 100_000)
@@ -99,13 +100,8 @@ def test_the_choice_is_as_if_every_endpoint_had_been_priced(given_: PickInput) -
     decision = pick(given_)
     assume(isinstance(decision, RoutingDecision))
     assert isinstance(decision, RoutingDecision)
-    costs = decision.candidates
-    best = min(cost.total_s for cost in costs)
-    tied = [cost for cost in costs if cost.total_s <= best + TIE_RATIO * abs(best) + TIE_S]
-    least = min(cost.uncached_tokens for cost in tied)
-    tied = [cost for cost in tied if cost.uncached_tokens == least]
-    assert decision.cost == tied[int(given_.random_ratio * len(tied))]
-    assert decision.most_matched_tokens == max(cost.matched_tokens for cost in costs)
+    check_as_if_all_were_priced(decision, given_.random_ratio)
+    assert decision.most_matched_tokens == max(cost.matched_tokens for cost in decision.candidates)
 
 
 @settings(max_examples=100, deadline=None)

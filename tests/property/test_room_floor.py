@@ -14,10 +14,11 @@ from gateway.routing.cost import Rates, candidate_cost
 from gateway.routing.load_ledger import NO_LOAD
 from gateway.routing.memory_wait import Stream, Streams
 from gateway.routing.output_length import LengthProfile
-from gateway.routing.picker import TIE_RATIO, TIE_S, PickInput, RoutingDecision, pick
+from gateway.routing.picker import PickInput, RoutingDecision, pick
 from gateway.routing.prefix_index import NO_MATCH, Match
 from gateway.routing.room_floor import RoomFloors
 from loadtests.bench.full_fleet import full_fleet
+from tests.support.plain_choice import check_as_if_all_were_priced
 
 seeds = st.integers(0, 2**32)
 
@@ -65,12 +66,7 @@ def test_the_pick_is_as_if_all_had_been_priced(seed: int) -> None:
     there = crowded(seed)
     decision = pick(there)
     assert isinstance(decision, RoutingDecision)
-    costs = decision.candidates
-    best = min(cost.total_s for cost in costs)
-    tied = [cost for cost in costs if cost.total_s <= best + TIE_RATIO * abs(best) + TIE_S]
-    least = min(cost.uncached_tokens for cost in tied)
-    tied = [cost for cost in tied if cost.uncached_tokens == least]
-    assert decision.cost == tied[int(there.random_ratio * len(tied))]
+    check_as_if_all_were_priced(decision, there.random_ratio)
 
 
 def test_where_all_wait_few_are_priced() -> None:

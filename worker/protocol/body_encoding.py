@@ -10,6 +10,9 @@ import asyncio
 import zlib
 
 ENCODINGS = ("identity", "gzip", "deflate")
+# What both processes say of a body in another one, and of one that is not what it should be.
+ENCODINGS_TEXT = "Request bodies may be sent as they are, or with gzip or deflate."
+TORN_TEXT = "The request body ended early or is badly encoded."
 # Of what has grown, before others get their turn: about a millisecond.
 PIECE_BYTES = 1 << 20
 GIVEN_BYTES = 1 << 18

@@ -26,7 +26,14 @@ from worker.prompt.sampling_params import SamplingParams
 from worker.prompt.unsupported_fields import refuse_unsupported_fields
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind
-from worker.protocol.body_encoding import BadlyEncoded, GrownTooLarge, UnknownEncoding, decoded
+from worker.protocol.body_encoding import (
+    ENCODINGS_TEXT,
+    TORN_TEXT,
+    BadlyEncoded,
+    GrownTooLarge,
+    UnknownEncoding,
+    decoded,
+)
 from worker.protocol.internal_request import (
     RESUME_HEADER,
     WORKER_TOKEN_HEADER,
@@ -185,10 +192,9 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
     except (web.HTTPRequestEntityTooLarge, GrownTooLarge):
         raise body_too_large(limit_bytes) from None
     except (web.RequestPayloadError, BadlyEncoded):
-        raise invalid_request("The request body ended early or is badly encoded.", None) from None
+        raise invalid_request(TORN_TEXT, None) from None
     except UnknownEncoding:
-        raise ApiError(415, "encoding_not_supported", "Request bodies may be sent as they are, or with gzip or "
-                       "deflate.") from None
+        raise ApiError(415, "encoding_not_supported", ENCODINGS_TEXT) from None
 
 
 def _read_direct(raw: bytes, serving: Serving, route: Route,
