@@ -36,7 +36,7 @@ RECENT_S = 10.0              # asked for no longer ago
 HORIZON_MAX_S = 60.0
 SPARE_BUSY_MAX = 0.25
 FLEET_BUSY_MAX = 0.6
-POOL_SHARE_MAX = 0.125       # of an endpoint's memory that one prefix may take
+POOL_SHARE_MAX = 0.5         # of an endpoint's memory that one prefix may take; what goes for it is in evict_s
 AVAILABLE_SHARE_MIN = 0.5    # of it that must be free, or cached and in no use
 
 

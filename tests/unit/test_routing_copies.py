@@ -114,6 +114,12 @@ def test_a_copy_must_save_more_than_it_costs() -> None:
     assert chosen(HOLDER, full, prefix=changed_prefix(PREFIX, num_hits=int(needed * 1.2) + 1)) == "idle"
 
 
+def test_a_prefix_may_take_half_of_a_pool_where_that_pays() -> None:
+    """A third of the memory: on short pools a prefix that everybody asks for was never copied, and most stood idle."""
+    assert chosen(HOLDER, replace(IDLE, blocks_total=192, blocks_free=192)) == "idle"
+    assert chosen(HOLDER, replace(IDLE, blocks_total=127, blocks_free=127)) is None, "more than a half"
+
+
 def test_nobody_copies_while_holders_have_time_or_are_gone() -> None:
     quiet = replace(HOLDER, num_running=0, waiting_prefill_tokens=0)
     assert chosen(quiet, IDLE) is None
