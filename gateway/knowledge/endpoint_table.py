@@ -10,7 +10,7 @@ own: their chains never meet, and prompts are hashed once per scheme.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -178,6 +178,8 @@ class Endpoint:
         context_gone = before.decode_context_tokens - own_load.decode_context_tokens
         running, waiting = view.num_running, view.num_waiting
         if running + waiting <= before.num_inflight:   # all is ours: the ledger has what is new
+            if num_ended <= 0 and prefill_done <= 0 and context_gone <= 0:
+                return view
             num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
         if not (num_ended or prefill_done or context_gone):
             return view
@@ -265,6 +267,18 @@ class EndpointTable:
             tuple(serving), tuple(schemes),
             max((endpoint.report.max_context for endpoint in serving if endpoint.report is not None), default=None),
             () if digest is None else (ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest)),))
+
+    def views(self, endpoints: Sequence[Endpoint], loads: Mapping[str, LoadView]) -> list[EndpointView]:
+        """Each one's view(), with its load. Most are as they were when they were last asked for."""
+        views, count = [], _Changes.count
+        for endpoint in endpoints:
+            load, seen = loads.get(endpoint.endpoint_id, NO_LOAD), endpoint._seen
+            if (seen is None or seen.own_load is not load or seen.count != count
+                    or seen.in_sequence is not endpoint.feed.in_sequence):
+                views.append(endpoint.view(load))
+            else:
+                views.append(seen.view)
+        return views
 
     def same_scheme(self, scheme: HashScheme | None) -> HashScheme | None:
         """The object that stands for this scheme at other endpoints: equal ones are then one, and cheap to tell."""

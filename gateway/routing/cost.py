@@ -174,7 +174,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     It runs for every endpoint and request, hence comparisons in place of max(), which costs a call each.
     """
     prompt, output = work.prompt_tokens, work.expected_output_tokens
-    num_active, queued, context = load[:3]
+    num_active, queued, context, _, held_tokens = load
     token_s = 1.0 / (view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else rates.prefill_tokens_per_s)
     step_s = view.decode_step_s if view.decode_step_s > 0 else rates.decode_step_s
     matched = matched_tokens(view, match, prompt)
@@ -202,7 +202,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     room_s = evict_s = 0.0
     if view.blocks_total:
         # Free in the report, less what has been taken since then.
-        free = view.blocks_free * view.block_size - load.held_tokens + view.held_tokens_at_report
+        free = view.blocks_free * view.block_size - held_tokens + view.held_tokens_at_report
         available = free + view.blocks_cached * view.block_size
         pool = view.blocks_total * view.block_size
         if (uncached + matched + (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * pool > available
