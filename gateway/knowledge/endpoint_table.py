@@ -23,6 +23,7 @@ from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.others_share import OthersShare
+from gateway.routing.shared_cores import CoreSet, CpuShare, Crowding, crowded, crowding_of
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme
 
 
@@ -111,6 +112,12 @@ class Endpoint:
     def adapters(self) -> Mapping[str, str]:
         """LoRA adapters of its model: the content digest by the name that clients ask for."""
         return self.report.adapters if self.report is not None else {}
+
+    @property
+    def cpu_share(self) -> CpuShare | None:
+        """Where it computes; None while it has not joined, and of one that does not say."""
+        cpu = self.report.cpu if self.report is not None and self.joined_epoch is not None else None
+        return None if cpu is None else CpuShare(self.endpoint_id, cpu.id, cpu.cores, cpu.threads)
 
     def serves(self, model: str) -> bool:
         """Whether its model or one of its adapters is called so."""
@@ -215,6 +222,8 @@ class EndpointTable:
         self._endpoints = {worker.endpoint_id: Endpoint(worker) for worker in workers}
         self._services: dict[str, ModelService] = {}  # of models that are served
         self._services_at = -1
+        self._core_sets: tuple[CoreSet, ...] = ()
+        self._core_sets_at = -1
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
@@ -252,6 +261,21 @@ class EndpointTable:
             if service.endpoints:
                 self._services[model] = service
         return service
+
+    def core_sets(self) -> tuple[CoreSet, ...]:
+        """Workers of whatever model that have more threads than the cores that they share."""
+        if self._core_sets_at != _Changes.count:
+            self._core_sets_at = _Changes.count
+            self._core_sets = crowded(endpoint.cpu_share for endpoint in self if endpoint.cpu_share is not None)
+        return self._core_sets
+
+    def crowding(self, loads: Mapping[str, LoadView]) -> dict[str, Crowding]:
+        """How busy such cores are, with these loads in the ledger."""
+        if not (core_sets := self.core_sets()):
+            return {}
+        views = {endpoint_id: self._endpoints[endpoint_id].view(loads.get(endpoint_id, NO_LOAD))
+                 for core_set in core_sets for endpoint_id in core_set.threads}
+        return crowding_of(core_sets, views, loads)
 
     def _service(self, model: str) -> ModelService:
         ours = [endpoint for endpoint in self if endpoint.serves(model)]

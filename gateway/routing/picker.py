@@ -35,6 +35,7 @@ from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import NO_MATCH, Match
 from gateway.routing.room_floor import RoomFloors
+from gateway.routing.shared_cores import Crowding
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
 Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "excluded"]
@@ -57,7 +58,7 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths`, `chain` and `busy_step_of` are for cost.Work.
+    `streams_of`, `lengths`, `chain`, `busy_step_of` and `crowding` are for cost.Work.
     """
 
     endpoints: Sequence[EndpointView]
@@ -78,11 +79,12 @@ class PickInput(Struct, frozen=True, gc=False):
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
+    crowding: Mapping[str, Crowding] = {}
 
     def work(self) -> Work:
         """What the request needs."""
         return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
-                    self.streams_of, self.lengths, self.chain, self.busy_step_of)
+                    self.streams_of, self.lengths, self.chain, self.busy_step_of, self.crowding)
 
 
 class RoutingDecision(Struct, gc=False):

@@ -117,7 +117,7 @@ class Dispatcher:
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
-            chain=chain, busy_step_of=learning.busy_steps.step_s)
+            chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads))
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
