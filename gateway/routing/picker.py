@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
@@ -35,6 +35,7 @@ from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import NO_MATCH, Match
 from gateway.routing.room_floor import RoomFloors
+from gateway.routing.shared_cores import Crowding
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
 Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "excluded"]
@@ -45,7 +46,9 @@ TIE_S = 1e-6
 # From so many on that wait for memory, floors for the rest are worth their while, if there are so many of these.
 WAITING_MIN = 4
 FLOORS_MIN = 12
+FEW_MAX = FLOORS_MIN
 _NO_NEED = Rates()
+_NO_MATCHES: Mapping[str, Match] = {}
 
 
 class PickInput(Struct, frozen=True, gc=False):
@@ -55,7 +58,7 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths`, `chain` and `busy_step_of` are for cost.Work.
+    `streams_of`, `lengths`, `chain`, `busy_step_of` and `crowding` are for cost.Work.
     """
 
     endpoints: Sequence[EndpointView]
@@ -76,15 +79,15 @@ class PickInput(Struct, frozen=True, gc=False):
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
+    crowding: Mapping[str, Crowding] = {}
 
     def work(self) -> Work:
         """What the request needs."""
         return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
-                    self.streams_of, self.lengths, self.chain, self.busy_step_of)
+                    self.streams_of, self.lengths, self.chain, self.busy_step_of, self.crowding)
 
 
-@dataclass(slots=True)
-class RoutingDecision:
+class RoutingDecision(Struct, gc=False):
     """Where to send the request, and why; nobody changes it. matched = confirmed + speculative tokens, at most
     prompt - 1.
 
@@ -101,7 +104,7 @@ class RoutingDecision:
     uncached_tokens: int
     cost: CandidateCost | None = None
     most_matched_tokens: int = 0
-    considered: tuple[PickInput, Sequence[EndpointView]] | None = field(default=None, compare=False, repr=False)
+    considered: tuple[PickInput, Sequence[EndpointView]] | None = None
 
     @property
     def candidates(self) -> tuple[CandidateCost, ...]:
@@ -203,20 +206,43 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list
         if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0:
             rates = assumed_rates(views)
             break
-    pricing = _Pricing(given, views, rates)
-    least, most = least_costs(views, pricing.matches, given.loads, pricing.work, rates=rates,
-                              session=given.session_endpoint_id)
-    pricing.price_likely(least)
-    order = sorted(pricing.priced)
-    return order, [pricing.priced[at] for at in order], most
+    matches, work = given.matches or _NO_MATCHES, given.work()
+    least, most = least_costs(views, matches, given.loads, work, rates=rates, session=given.session_endpoint_id)
+    if len(views) <= FEW_MAX:
+        priced = _price_few(given, views, least, (work, rates))
+    else:
+        pricing = _Pricing(given, views, rates, work)
+        pricing.price_likely(least)
+        priced = pricing.priced
+    order = sorted(priced)
+    return order, [priced[at] for at in order], most
+
+
+def _price_few(given: PickInput, views: Sequence[EndpointView], least: Sequence[float],
+               figures: tuple[Work, Rates]) -> dict[int, CandidateCost]:
+    """As _Pricing.price_likely() where there are too few for floors, without an object for it."""
+    matches, loads, session = given.matches or _NO_MATCHES, given.loads, given.session_endpoint_id
+    work, rates = figures
+    priced: dict[int, CandidateCost] = {}
+    reach = math.inf
+    likeliest = least.index(min(least))
+    for at in (likeliest, *range(len(views))):
+        if least[at] <= reach and at not in priced:
+            view = views[at]
+            endpoint_id = view.endpoint_id
+            cost = priced[at] = candidate_cost(view, matches.get(endpoint_id, NO_MATCH),
+                                               loads.get(endpoint_id, NO_LOAD), work, rates=rates,
+                                               in_session=endpoint_id == session)
+            reach = min(reach, _reach(cost.total_s))
+    return priced
 
 
 class _Pricing:
     """Of one pick: costs by position, and how much another may cost to be within a tie of the lowest of them."""
 
-    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates) -> None:
-        self.work = given.work()
-        self.matches = given.matches or {}
+    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates, work: Work) -> None:
+        self.work = work
+        self.matches = given.matches or _NO_MATCHES
         self.priced: dict[int, CandidateCost] = {}
         self._given, self._views, self._rates = given, views, rates
         self._reach = math.inf
@@ -265,11 +291,10 @@ def _reach(best_s: float) -> float:
 
 
 def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:
-    best = min(cost.total_s for cost in costs)
-    bound = _reach(best)
+    bound = _reach(min([cost.total_s for cost in costs]))
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
     if len(tied) > 1:
-        least = min(costs[index].uncached_tokens for index in tied)
+        least = min([costs[index].uncached_tokens for index in tied])
         tied = [index for index in tied if costs[index].uncached_tokens == least]
     return tied[int(random_ratio * len(tied))]
 
