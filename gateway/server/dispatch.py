@@ -25,6 +25,7 @@ from gateway.routing.load_ledger import Footprint, LoadLedger, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculation
+from gateway.routing.usual_cost import Standings
 from gateway.server.breakers import Breakers
 from gateway.server.learning import Learning
 from gateway.server.placement import Books, Placement
@@ -90,6 +91,7 @@ class Dispatcher:
         self._turns = itertools.count()
         self.learning = Learning()
         self._prefills = Prefills()
+        self._standings = Standings()
         self._books = Books(table, index, breakers, self.learning, self._prefills)
         self._notes = notes
         if notes is not None:
@@ -117,7 +119,8 @@ class Dispatcher:
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
-            chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads))
+            chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads),
+            standings=self._standings)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
