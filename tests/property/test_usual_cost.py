@@ -29,7 +29,8 @@ usual_loads = st.builds(LoadView, small, st.sampled_from([0, 100, 101]), st.inte
 usual_inputs = st.builds(
     PickInput, endpoints=st.lists(usual_views, max_size=5, unique_by=lambda view: view.endpoint_id),
     prompt_tokens=st.integers(0, 3000), model=st.sampled_from([None, "m"]),
-    matches=st.none() | st.dictionaries(st.sampled_from(NAMES), st.builds(Match, st.integers(0, 200), small, st.just(0))),
+    matches=st.none() | st.dictionaries(st.sampled_from(NAMES),
+                                        st.builds(Match, st.integers(0, 200), small, st.just(0))),
     loads=st.dictionaries(st.sampled_from(NAMES), usual_loads), expected_output_tokens=st.integers(0, 512),
     excluded=st.frozensets(st.sampled_from(NAMES), max_size=1), context_tokens=st.sampled_from([0, 5000]),
     random_ratio=st.floats(0, 1, exclude_max=True),
