@@ -85,20 +85,26 @@ class Standings:
 
 
 def standing_of(view: EndpointView, load: LoadView) -> Standing:
-    """As candidate_cost() finds them."""
+    """As candidate_cost() finds them, and like it with comparisons in place of max(): it runs once a booking."""
     num_active, queued, context, _, held_tokens = load
-    is_usual = view.prefill_tokens_per_s > 0 and view.decode_step_s > 0 and not view.others_ratio
-    token_s, step_s = (1.0 / view.prefill_tokens_per_s, view.decode_step_s) if is_usual else (1.0, 1.0)
-    queued = max(queued, view.waiting_prefill_tokens + view.running_prefill_tokens)
-    num_active = max(num_active, view.num_running + view.num_waiting)
-    context = max(context, view.decode_context_tokens)
-    free = view.blocks_free * view.block_size - held_tokens + view.held_tokens_at_report
-    return Standing(
+    rate, step_s, block_size = view.prefill_tokens_per_s, view.decode_step_s, view.block_size
+    is_usual = rate > 0 and step_s > 0 and not view.others_ratio
+    token_s = 1.0 / rate if is_usual else 1.0
+    reported = view.waiting_prefill_tokens + view.running_prefill_tokens
+    queued = queued if queued > reported else reported
+    reported = view.num_running + view.num_waiting
+    num_active = num_active if num_active > reported else reported
+    reported = view.decode_context_tokens
+    context = context if context > reported else reported
+    stream_step_s = STREAM_STEP_SHARE * step_s
+    free = view.blocks_free * block_size - held_tokens + view.held_tokens_at_report
+    return _new_tuple(Standing, (
         view, load, is_usual, token_s, queued, queued * token_s, num_active, step_s, view.step_tokens or BATCH_TOKENS,
-        max(STREAM_STEP_SHARE * step_s, token_s), num_active + context / ATTENTION_DOUBLING_TOKENS,
+        stream_step_s if stream_step_s > token_s else token_s, num_active + context / ATTENTION_DOUBLING_TOKENS,
         STALL_WEIGHT * num_active, view.blocks_total,
-        (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * (view.blocks_total * view.block_size),
-        free + view.blocks_cached * view.block_size, max(free, 0), min(max(view.price_s, 0.0), PRICE_MAX_S))
+        (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * (view.blocks_total * block_size),
+        free + view.blocks_cached * block_size, free if free > 0 else 0,
+        min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0))
 
 
 def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
@@ -155,6 +161,7 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
         return None
     if len(rows) > 1:
         rows = [row for row in rows if row[1].total_s <= reach]
-        least = min([row[1].uncached_tokens for row in rows])
-        rows = [row for row in rows if row[1].uncached_tokens == least]
+        if len(rows) > 1:
+            least = min([row[1].uncached_tokens for row in rows])
+            rows = [row for row in rows if row[1].uncached_tokens == least]
     return (*rows[int(given.random_ratio * len(rows))], most, views)
