@@ -103,6 +103,9 @@ def scheme(block_size: int) -> HashScheme:
                       kv_dtype="float32", exactness="fast")
 
 
+SCHEME = scheme(16)
+
+
 class Reader:
     """The gateway's way from a body to ids and hashes, beside the plain one."""
 
@@ -112,7 +115,8 @@ class Reader:
         self.work = PromptWork()
         self.num_begun = 0
 
-    def check(self, scope: str, body: bytes, keys: tuple[ExtraKey, ...], schemes: Sequence[HashScheme]) -> None:
+    def check(self, scope: str, body: bytes, keys: tuple[ExtraKey, ...] = (), *,
+              schemes: Sequence[HashScheme] = (SCHEME,)) -> None:
         parsed = outcome(parse_usual_chat, body)
         begin, to_learn = self.beginnings.find(scope, body)
         request = None if begin is None else self.beginnings.read(begin, body)
@@ -157,7 +161,7 @@ def test_ids_and_hashes_are_those_of_the_whole(name: str, template: str) -> None
                                  "seed": rng.randrange(2)} | ({"cache_salt": "s"} if rng.random() < 0.1 else {}))
             keys = (ExtraKey(ExtraKeyKind.GATEWAY_SALT, b"x", rng.choice((0, 3, 500))),) if rng.random() < 0.5 else ()
             schemes = [scheme(size) for size in rng.sample((4, 8, 16), rng.randrange(3))]
-            reader.check(rng.choice(("", "a")), body, keys, schemes)
+            reader.check(rng.choice(("", "a")), body, keys, schemes=schemes)
         reader.work.close()
         num_begun += reader.num_begun
 
@@ -173,12 +177,12 @@ def long_body(question: str, front: str = "x", **more: object) -> bytes:
 def test_what_comes_for_the_second_time_is_known_from_then_on_in_its_scope_alone() -> None:
     reader = Reader(renderer("tiny", "plain"), 1 << 20)
     for question in ("one", "two"):
-        reader.check("", long_body(question), (), [scheme(16)])
+        reader.check("", long_body(question))
     assert reader.num_begun == 0
     for number, scope in enumerate(("", "", "another", "another")):
-        reader.check(scope, long_body(f"question {number}"), (), [scheme(16)])
+        reader.check(scope, long_body(f"question {number}"))
     assert reader.num_begun == 2
-    reader.check("", long_body("salted", cache_salt="mine"), (), [scheme(16)])
+    reader.check("", long_body("salted", cache_salt="mine"))
     assert reader.num_begun == 2
     reader.work.close()
 
@@ -188,7 +192,7 @@ def test_a_conversation_goes_on_from_its_earlier_turns() -> None:
     turns = [{"role": "system", "content": "x" * 2 * BODY_MIN_BYTES}]
     for number in range(12):
         turns += [{"role": "user", "content": f"question {number}"}]
-        reader.check("", orjson.dumps({"model": "m", "messages": turns}), (), [scheme(16)])
+        reader.check("", orjson.dumps({"model": "m", "messages": turns}))
         turns += [{"role": "assistant", "content": f"answer {number}"}]
     assert reader.num_begun >= 6
     reader.work.close()
@@ -199,8 +203,8 @@ def test_beginnings_are_bounded_and_the_least_recently_used_go() -> None:
     reader = Reader(renderer("tiny", "plain"), room)
     for number in range(40):
         for question in ("one", "two", "three"):
-            reader.check("", long_body(question, front=f"{number % 10}."), (), [scheme(16)])
-        reader.check("", long_body(f"again {number}", front="0."), (), [scheme(16)])
+            reader.check("", long_body(question, front=f"{number % 10}."))
+        reader.check("", long_body(f"again {number}", front="0."))
     assert reader.num_begun > 40, "the one that is asked for all the time stays"
     assert room // 2 < reader.beginnings.num_bytes <= room
     for number in range(SEEN_MAX + 10):

@@ -75,7 +75,7 @@ class SegmentEncoder:
         pieces = self._look_up(self._parts(text, replies), scope, new)
         return _joined(pieces, self._add(new, scope) if new else {})
 
-    def encode_if_known(self, text: str, scope: str, max_new_chars: int, replies: Replies | None = None,
+    def encode_if_known(self, text: str, scope: str, max_new_chars: int, replies: Replies | None = None, *,
                         begins: KnownText | None = None) -> array[int] | None:
         """The ids of a text of which no more than so many characters have to be tokenised; None when it is more.
 

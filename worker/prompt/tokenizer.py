@@ -181,7 +181,8 @@ class PromptTokenizer:
         """encode_packed() without special tokens around the text, if it takes next to no time: when all but so many
         characters are remembered. Else None. `begins`: a known_beginning() of the text."""
         segments = self._segments
-        return None if segments is None else segments.encode_if_known(text, scope, max_new_chars, replies, begins)
+        return None if segments is None else segments.encode_if_known(
+            text, scope, max_new_chars, replies, begins=begins)
 
     def known_beginning(self, text: str, *, scope: str) -> KnownText | None:
         """See SegmentEncoder.beginning()."""
