@@ -10,7 +10,7 @@ own: their chains never meet, and prompts are hashed once per scheme.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.others_share import OthersShare
+from gateway.routing.shared_cores import CoreSet, CpuShare, Crowding, crowded, crowding_of
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme
 
 
@@ -112,6 +113,12 @@ class Endpoint:
         """LoRA adapters of its model: the content digest by the name that clients ask for."""
         return self.report.adapters if self.report is not None else {}
 
+    @property
+    def cpu_share(self) -> CpuShare | None:
+        """Where it computes; None while it has not joined, and of one that does not say."""
+        cpu = self.report.cpu if self.report is not None and self.joined_epoch is not None else None
+        return None if cpu is None else CpuShare(self.endpoint_id, cpu.id, cpu.cores, cpu.threads)
+
     def serves(self, model: str) -> bool:
         """Whether its model or one of its adapters is called so."""
         return self.model == model or model in self.adapters
@@ -178,6 +185,8 @@ class Endpoint:
         context_gone = before.decode_context_tokens - own_load.decode_context_tokens
         running, waiting = view.num_running, view.num_waiting
         if running + waiting <= before.num_inflight:   # all is ours: the ledger has what is new
+            if num_ended <= 0 and prefill_done <= 0 and context_gone <= 0:
+                return view
             num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
         if not (num_ended or prefill_done or context_gone):
             return view
@@ -213,6 +222,8 @@ class EndpointTable:
         self._endpoints = {worker.endpoint_id: Endpoint(worker) for worker in workers}
         self._services: dict[str, ModelService] = {}  # of models that are served
         self._services_at = -1
+        self._core_sets: tuple[CoreSet, ...] = ()
+        self._core_sets_at = -1
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
@@ -251,6 +262,21 @@ class EndpointTable:
                 self._services[model] = service
         return service
 
+    def core_sets(self) -> tuple[CoreSet, ...]:
+        """Workers of whatever model that have more threads than the cores that they share."""
+        if self._core_sets_at != _Changes.count:
+            self._core_sets_at = _Changes.count
+            self._core_sets = crowded(endpoint.cpu_share for endpoint in self if endpoint.cpu_share is not None)
+        return self._core_sets
+
+    def crowding(self, loads: Mapping[str, LoadView]) -> dict[str, Crowding]:
+        """How busy such cores are, with these loads in the ledger."""
+        if not (core_sets := self.core_sets()):
+            return {}
+        views = {endpoint_id: self._endpoints[endpoint_id].view(loads.get(endpoint_id, NO_LOAD))
+                 for core_set in core_sets for endpoint_id in core_set.threads}
+        return crowding_of(core_sets, views, loads)
+
     def _service(self, model: str) -> ModelService:
         ours = [endpoint for endpoint in self if endpoint.serves(model)]
         ready = [endpoint for endpoint in ours if endpoint.state is EndpointState.READY]
@@ -265,6 +291,18 @@ class EndpointTable:
             tuple(serving), tuple(schemes),
             max((endpoint.report.max_context for endpoint in serving if endpoint.report is not None), default=None),
             () if digest is None else (ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest)),))
+
+    def views(self, endpoints: Sequence[Endpoint], loads: Mapping[str, LoadView]) -> list[EndpointView]:
+        """Each one's view(), with its load. Most are as they were when they were last asked for."""
+        views, count = [], _Changes.count
+        for endpoint in endpoints:
+            load, seen = loads.get(endpoint.endpoint_id, NO_LOAD), endpoint._seen
+            if (seen is None or seen.own_load is not load or seen.count != count
+                    or seen.in_sequence is not endpoint.feed.in_sequence):
+                views.append(endpoint.view(load))
+            else:
+                views.append(seen.view)
+        return views
 
     def same_scheme(self, scheme: HashScheme | None) -> HashScheme | None:
         """The object that stands for this scheme at other endpoints: equal ones are then one, and cheap to tell."""

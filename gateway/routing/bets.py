@@ -7,26 +7,36 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from gateway.routing.claims import Claims
 
 VOID_BETS_MAX = 256
 LOOK_AGAIN_S = 5.0   # at a bet that is held
+_NO_BLOCKS = array("i")   # nobody adds to it
 
 
 class Speculation:
-    """The bet of one booking. Give it to withdraw() when the request failed before its first byte."""
+    """The bet of one booking. Give it to withdraw() when the request failed before its first byte.
 
-    __slots__ = ("_blocks", "_claims", "_ttl_s", "expires_at", "serial")
+    It is on blocks of the tree, or *unplaced* (unplaced_bets.py): then on the hashes of `chain` from `depth` on.
+    """
 
-    def __init__(self, claims: Claims, blocks: array[int], expires_at: float, serial: int) -> None:
-        self._claims = claims
-        self._blocks = blocks
+    __slots__ = ("_blocks", "_ttl_s", "chain", "claims", "depth", "expires_at", "serial")
+
+    def __init__(self, claims: Claims, expires_at: float, serial: int) -> None:
+        self.claims = claims
+        self._blocks = _NO_BLOCKS
+        self.chain: Sequence[int] = ()
+        self.depth = 0
         self.expires_at = expires_at
         self.serial = serial
         self._ttl_s = 0.0
+
+    def place(self, blocks: array[int]) -> None:
+        """It is on these blocks, and no longer unplaced."""
+        self._blocks, self.chain, self.depth = blocks, (), 0
 
     def hold(self, ttl_s: float) -> None:
         """It does not expire before settle(), and then `ttl_s` later: however long the request waits at its worker,
@@ -44,17 +54,18 @@ class Speculation:
 
     @property
     def endpoint_id(self) -> str:
-        return self._claims.endpoint_id
+        return self.claims.endpoint_id
 
     @property
     def num_blocks(self) -> int:
         """Blocks still bet on; 0 when it was taken back or has expired."""
-        return len(self._blocks)
+        return len(self._blocks) or len(self.chain) - self.depth
 
-    def take(self) -> tuple[Claims, array[int]]:
-        """Whose claims and which blocks, first to last; the second time there are none."""
-        blocks, self._blocks = self._blocks, array("i")
-        return self._claims, blocks
+    def take(self) -> array[int]:
+        """Which blocks, first to last; the second time there are none."""
+        blocks = self._blocks
+        self.place(_NO_BLOCKS)
+        return blocks
 
 
 class OpenBets:
@@ -73,13 +84,18 @@ class OpenBets:
         self.num_blocks += bet.num_blocks
         heapq.heappush(self._heap, (bet.expires_at, bet.serial, bet))
 
-    def take(self, bet: Speculation) -> tuple[Claims, array[int]]:
+    def take(self, bet: Speculation) -> array[int]:
         """See Speculation.take(); the bet is void from now on."""
-        claims, blocks = bet.take()
-        if blocks:
-            self.num_blocks -= len(blocks)
+        num_blocks = bet.num_blocks
+        if num_blocks:
+            self.num_blocks -= num_blocks
             self._num_void += 1
-        return claims, blocks
+        return bet.take()
+
+    def shrank(self, bet: Speculation, num_before: int) -> None:
+        """It is on other blocks than before, which were so many."""
+        self.num_blocks += bet.num_blocks - num_before
+        self._num_void += not bet.num_blocks
 
     def is_due(self, now: float) -> bool:
         """Whether some bet is past due."""

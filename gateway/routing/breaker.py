@@ -118,7 +118,7 @@ class BreakerPass:
 
     def answered(self) -> None:
         """Its first byte is here."""
-        if self._counts():
+        if self._breaker.is_open and self._counts():   # to a closed one it is no news
             self._breaker._answered()
             self._era, self._is_probe = self._breaker.era, False
 

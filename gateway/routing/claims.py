@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from gateway.routing.lanes import ONE
+
 if TYPE_CHECKING:
     from gateway.routing.bets import Speculation
 
@@ -42,6 +44,15 @@ class Claims:
         self.history: deque[Speculation] = deque()  # bets that stand in for events, oldest first
         self.num_confirmed = 0
         self.num_unreached = 0  # blocks with a claim that a gap further up keeps from counting
+
+    def count(self, block: int, counts: int) -> int:
+        """`block` has these references. Returns by how many `references` grew."""
+        before = len(self.references)
+        if counts == ONE:
+            self.references.pop(block, None)
+        else:
+            self.references[block] = counts
+        return len(self.references) - before
 
     def clear(self) -> None:
         """The endpoint is gone: open bets find nothing here any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.routing.copies import Fleet, is_worth_copies, next_holder
@@ -17,6 +17,7 @@ from gateway.routing.endpoint import EndpointView
 from gateway.routing.hot_prefixes import HotPrefix, HotPrefixes
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.recent_load import RecentLoad
+from gateway.routing.shared_cores import Crowding
 
 LOOK_EVERY_S = 0.25
 LOOKED_AT_MAX = 8     # the hottest ones
@@ -38,12 +39,14 @@ def _at_once(key: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What there is to be seen: everybody, asked only when there is something to copy; what is booked where; who
-    holds a prefix whole or will soon; and how many looks other processes have first at a prefix of that key."""
+    holds a prefix whole or will soon; how many looks other processes have first at a prefix of that key; and how busy
+    shared cores are."""
 
     views: Callable[[], Sequence[EndpointView]]
     loads: Mapping[str, LoadView]
     holders: Callable[[HotPrefix], Collection[str]]
     looks_before: Callable[[int], int] = _at_once
+    crowding: Mapping[str, Crowding] = field(default_factory=dict)
 
 
 class CopyPlan:
@@ -62,7 +65,7 @@ class CopyPlan:
         if not worth:
             return None
         views = sight.views()
-        self._recent.look(views, sight.loads, now)
+        self._recent.look(views, sight.loads, now, sight.crowding)
         wanted, self._wanted = self._wanted, {}
         for key, prefix in worth:
             view = self._next_holder(key, prefix, Fleet(_serving(prefix.model, views), sight.loads, self._recent),

@@ -17,7 +17,10 @@ Until our first token:
     doubt_s    what other gateways may have sent there since its report, which we shall meet
 Cost to others:
     others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
-               middle of an answer counts a part of a second that the first token is late
+               middle of an answer counts a part of a second that the first token is late. Where all cores are at
+               work that it shares with other endpoints (shared_cores.py), what we compute is paid by their requests
+               too: a first token late by as much as one core has to do, and streams by the same part. An answer of
+               ours takes a whole step for each token there where nobody else is, else a stream's share
     evict_s    cached blocks that go for ours, as far as they would have been asked for again
 And:
     price_s    what an operator or a breaker adds, bounded
@@ -49,6 +52,7 @@ from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
 from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import Match
+from gateway.routing.shared_cores import Crowding
 
 DEFAULT_PREFILL_TOKENS_PER_S = 4000.0
 DEFAULT_DECODE_STEP_S = 0.02
@@ -78,6 +82,9 @@ OTHERS_DOUBT_RATIO = 0.2
 OTHERS_HOLD_RATIO = 2.0
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
+# Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
+TIE_RATIO = 0.01
+TIE_S = 1e-6
 # Keeps a least cost under the cost when both are rounded.
 _ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
@@ -108,7 +115,8 @@ class Work(Struct, frozen=True, gc=False):
     `shared_ratio`: how likely it is that what the prompt matches is in use there anyway. `streams_of` tells our own
     requests on an endpoint, and is asked only where memory is short; a stream's token takes `stretch` decode steps;
     `lengths` are those of answers; `chain` are the prompt's block hashes, empty where several kinds are in use;
-    `busy_step_of` tells what a step takes on an endpoint with so many requests, 0.0 where nobody knows."""
+    `busy_step_of` tells what a step takes on an endpoint with so many requests, 0.0 where nobody knows. `crowding` is
+    of endpoints that share their cores with others."""
 
     prompt_tokens: int
     expected_output_tokens: int
@@ -119,6 +127,7 @@ class Work(Struct, frozen=True, gc=False):
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
+    crowding: Mapping[str, Crowding] = {}
 
 
 class CandidateCost(NamedTuple):
@@ -174,7 +183,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     It runs for every endpoint and request, hence comparisons in place of max(), which costs a call each.
     """
     prompt, output = work.prompt_tokens, work.expected_output_tokens
-    num_active, queued, context = load[:3]
+    num_active, queued, context, _, held_tokens = load
     token_s = 1.0 / (view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else rates.prefill_tokens_per_s)
     step_s = view.decode_step_s if view.decode_step_s > 0 else rates.decode_step_s
     matched = matched_tokens(view, match, prompt)
@@ -199,10 +208,13 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     stream_step_s = stream_step_s if stream_step_s > token_s else token_s
     others_s = (STREAM_WEIGHT * output * stream_step_s * (num_active + context / ATTENTION_DOUBLING_TOKENS)
                 + STALL_WEIGHT * num_active * prefill_s)
+    crowding = work.crowding.get(view.endpoint_id) if work.crowding else None
+    if crowding is not None and crowding.is_full:
+        others_s += _crowd_s(crowding, prefill_s + output * (stream_step_s if num_active else step_s))
     room_s = evict_s = 0.0
     if view.blocks_total:
         # Free in the report, less what has been taken since then.
-        free = view.blocks_free * view.block_size - load.held_tokens + view.held_tokens_at_report
+        free = view.blocks_free * view.block_size - held_tokens + view.held_tokens_at_report
         available = free + view.blocks_cached * view.block_size
         pool = view.blocks_total * view.block_size
         if (uncached + matched + (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * pool > available
@@ -245,6 +257,12 @@ def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loa
         rate = view.prefill_tokens_per_s
         least.append((tokens - _ROUNDING_TOKENS) / (rate if rate > 0 else rates.prefill_tokens_per_s))
     return least, most
+
+
+def _crowd_s(crowding: Crowding, work_s: float) -> float:
+    """What so much work takes from those who share the cores: each of them gets a core's share less of as long."""
+    waiting = crowding.num_prompts + STREAM_WEIGHT * crowding.num_streams
+    return work_s * waiting / crowding.num_cores
 
 
 def _slow_tokens(view: EndpointView, match: Match, matched: int) -> int:

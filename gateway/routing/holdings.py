@@ -9,6 +9,7 @@ middle, which a worker that frees tails first never makes us do.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -116,6 +117,17 @@ class Holdings:
             self._tree.set_of[block] = NOBODY
             self.sets.move(number, NOBODY, 1)
         return was
+
+    def confirmed_depth(self, claims: Claims, hashes: Sequence[int]) -> int:
+        """How far the endpoint's confirmed claims reach along the chain."""
+        if not claims.num_confirmed or not hashes:
+            return 0
+        find, set_of, reached = self._tree.find, self._tree.set_of, self.sets.reached
+        bit = claims.confirmed_bit
+        if (block := find(hashes[-1])) and reached[set_of[block]] & bit:
+            return len(hashes)
+        return bisect_left(hashes, True, key=lambda block_hash: not ((block := find(block_hash))
+                                                                      and reached[set_of[block]] & bit))
 
     def ends(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
         """(depth, bits whose reach ends there), ascending, for the chain `hashes` from the root on."""

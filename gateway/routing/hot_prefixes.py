@@ -61,7 +61,8 @@ class HotPrefix:
 
     def hit(self, now: float) -> None:
         """Once more."""
-        self.score, self.last_at = self.score_at(now) + 1, now
+        self.score = self.score * math.exp2((self.last_at - now) / HALF_LIFE_S) + 1
+        self.last_at = now
         self.rank = math.log2(self.score) + now / HALF_LIFE_S
         self.num_hits += 1
 
@@ -86,15 +87,21 @@ class HotPrefixes:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    def hit(self, chain: Sequence[int], depth: int, now: float) -> bool:
+        """Count one more request of which the first `depth` blocks of `chain` were known, if that is listed; whether
+        it was."""
+        prefix = self._prefixes.get(chain[depth - 1]) if depth >= BLOCKS_MIN else None
+        if prefix is None:
+            return False
+        prefix.hit(now)
+        return True
+
     def note(self, sighting: Sighting, now: float) -> None:
         """Count it."""
-        if sighting.depth < BLOCKS_MIN:
+        if sighting.depth < BLOCKS_MIN or self.hit(sighting.chain, sighting.depth, now):
             return
         key = sighting.chain[sighting.depth - 1]
-        prefix = self._prefixes.get(key)
-        if prefix is not None:
-            prefix.hit(now)
-        elif key in self._seen:
+        if key in self._seen:
             del self._seen[key]
             self._add(key, sighting, now)
         else:

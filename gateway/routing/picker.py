@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
 
 from gateway.routing.cost import (
+    TIE_RATIO,
+    TIE_S,
     BusyStepOf,
     CandidateCost,
     Rates,
@@ -35,17 +37,17 @@ from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS, LengthProfile
 from gateway.routing.prefix_index import NO_MATCH, Match
 from gateway.routing.room_floor import RoomFloors
+from gateway.routing.shared_cores import Crowding
+from gateway.routing.usual_cost import Standings, cheapest
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
 Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "excluded"]
 
-# Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
-TIE_RATIO = 0.01
-TIE_S = 1e-6
 # From so many on that wait for memory, floors for the rest are worth their while, if there are so many of these.
 WAITING_MIN = 4
 FLOORS_MIN = 12
 _NO_NEED = Rates()
+_NO_MATCHES: Mapping[str, Match] = {}
 
 
 class PickInput(Struct, frozen=True, gc=False):
@@ -55,7 +57,8 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths`, `chain` and `busy_step_of` are for cost.Work.
+    `streams_of`, `lengths`, `chain`, `busy_step_of` and `crowding` are for cost.Work. `standings` changes nothing but
+    the time that it takes: what is remembered of the endpoints, for the next decision too.
     """
 
     endpoints: Sequence[EndpointView]
@@ -76,15 +79,16 @@ class PickInput(Struct, frozen=True, gc=False):
     lengths: LengthProfile = UNKNOWN_LENGTHS
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
+    crowding: Mapping[str, Crowding] = {}
+    standings: Standings | None = None
 
     def work(self) -> Work:
         """What the request needs."""
         return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
-                    self.streams_of, self.lengths, self.chain, self.busy_step_of)
+                    self.streams_of, self.lengths, self.chain, self.busy_step_of, self.crowding)
 
 
-@dataclass(slots=True)
-class RoutingDecision:
+class RoutingDecision(Struct, gc=False):
     """Where to send the request, and why; nobody changes it. matched = confirmed + speculative tokens, at most
     prompt - 1.
 
@@ -101,7 +105,7 @@ class RoutingDecision:
     uncached_tokens: int
     cost: CandidateCost | None = None
     most_matched_tokens: int = 0
-    considered: tuple[PickInput, Sequence[EndpointView]] | None = field(default=None, compare=False, repr=False)
+    considered: tuple[PickInput, Sequence[EndpointView]] | None = None
 
     @property
     def candidates(self) -> tuple[CandidateCost, ...]:
@@ -161,6 +165,17 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
 
     Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
     """
+    if given.standings is not None and (found := cheapest(given, given.standings)) is not None:
+        view, cost, most, views = found
+        confirmed = min(given.matches.get(view.endpoint_id, NO_MATCH)[0] * view.block_size,
+                        cost.matched_tokens) if given.matches else 0
+        return RoutingDecision(view.endpoint_id, view.epoch, _reason(given, view, cost, (), most=most),
+                               cost.matched_tokens, confirmed, cost.matched_tokens - confirmed, cost.uncached_tokens,
+                               cost, most, (given, views))
+    return _pick_by_least_costs(given)
+
+
+def _pick_by_least_costs(given: PickInput) -> RoutingDecision | NoEndpoint:
     views: list[EndpointView] | NoEndpoint = _usual(given)
     if not views:
         views = eligible(given)
@@ -203,9 +218,9 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list
         if view.prefill_tokens_per_s <= 0 or view.decode_step_s <= 0:
             rates = assumed_rates(views)
             break
-    pricing = _Pricing(given, views, rates)
-    least, most = least_costs(views, pricing.matches, given.loads, pricing.work, rates=rates,
-                              session=given.session_endpoint_id)
+    matches, work = given.matches or _NO_MATCHES, given.work()
+    least, most = least_costs(views, matches, given.loads, work, rates=rates, session=given.session_endpoint_id)
+    pricing = _Pricing(given, views, rates, work)
     pricing.price_likely(least)
     order = sorted(pricing.priced)
     return order, [pricing.priced[at] for at in order], most
@@ -214,9 +229,9 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list
 class _Pricing:
     """Of one pick: costs by position, and how much another may cost to be within a tie of the lowest of them."""
 
-    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates) -> None:
-        self.work = given.work()
-        self.matches = given.matches or {}
+    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates, work: Work) -> None:
+        self.work = work
+        self.matches = given.matches or _NO_MATCHES
         self.priced: dict[int, CandidateCost] = {}
         self._given, self._views, self._rates = given, views, rates
         self._reach = math.inf
@@ -265,11 +280,10 @@ def _reach(best_s: float) -> float:
 
 
 def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:
-    best = min(cost.total_s for cost in costs)
-    bound = _reach(best)
+    bound = _reach(min([cost.total_s for cost in costs]))
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
     if len(tied) > 1:
-        least = min(costs[index].uncached_tokens for index in tied)
+        least = min([costs[index].uncached_tokens for index in tied])
         tied = [index for index in tied if costs[index].uncached_tokens == least]
     return tied[int(random_ratio * len(tied))]
 

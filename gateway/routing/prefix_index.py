@@ -16,7 +16,6 @@ a chain gets one second chance when its tail goes, which is an approximation of 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from gateway.routing.bets import OpenBets, Speculation
@@ -24,8 +23,10 @@ from gateway.routing.block_tree import ROOT, ROW_BYTES, BlockTree
 from gateway.routing.claims import STAKE_COUNT_BITS, STAKE_COUNT_MASK, Claims
 from gateway.routing.holder_sets import SET_BYTES
 from gateway.routing.holdings import Holdings
+from gateway.routing.lanes import ONE, REFERENCES_MAX, Lanes
 from gateway.routing.roster import NO_MATCH, Match, Roster
 from gateway.routing.sweep import Sweep
+from gateway.routing.unplaced_bets import UnplacedBets
 
 __all__ = ["NO_MATCH", "Match", "PrefixIndex", "Speculation"]
 
@@ -37,13 +38,7 @@ BET_BLOCK_BYTES = 4
 # What one more block may cost at most: a row, a leaf, a set of its own, a count.
 _WORST_BYTES = ROW_BYTES + LEAF_BYTES + SET_BYTES + EXTRA_BYTES + BET_BLOCK_BYTES
 
-REFERENCES_MAX = 0xFFFF
-LANES_MAX = 64
 HISTORY_BETS_MAX = 4096
-FIRST_LANE = ("gpu", 0)
-FAST_TIERS = frozenset(("gpu", "hbm", "device"))
-_LANE_BITS = 16
-_ONE = 1  # one reference in the first lane
 
 
 class PrefixIndex:
@@ -57,9 +52,9 @@ class PrefixIndex:
         self._holdings = Holdings(self._tree)
         self._roster = Roster()
         self._sweep: Sweep | None = None
-        self._lane_shift: dict[tuple[str, int], int] = {FIRST_LANE: 0}
-        self._fast_lanes = REFERENCES_MAX
+        self._lanes = Lanes()
         self._bets = OpenBets()
+        self._unplaced = UnplacedBets(self._tree, self._bets, self._place)
         self._next_serial = 0
         self._num_extra = 0  # references and stakes, over all endpoints
         self._num_spent = 0  # blocks that came and sets that were made: beyond a limit, the bound is looked at
@@ -75,18 +70,20 @@ class PrefixIndex:
         given when the parent is not in the index, or after a hash that is known under another parent.
         """
         tree = self._tree
-        start = ROOT if parent is None else tree.find(parent)
+        start = ROOT if parent is None else tree.find(parent) or self._unplaced.find(parent)
         if (not start and parent is not None) or not hashes:
             self.num_refused_blocks += len(hashes)
             return 0
         claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
-        shift = 0 if tier == "gpu" and not group else self._shift(tier, group)
+        shift = 0 if tier == "gpu" and not group else self._lanes.shift(tier, group)
+        if self._unplaced.by_first:
+            self._unplaced.meet(claims, hashes, parent)
         if len(hashes) == 1 and not shift and not tree.find(hashes[0]):  # a decoding engine's events
             self._holdings.append_one(claims, start, hashes[0])
             claims.num_confirmed += 1
             self._settle(1)
             return 1
-        bits = claims.bits if self._fast_lanes >> shift & 1 else claims.confirmed_bit | claims.any_bit
+        bits = claims.bits if self._lanes.fast >> shift & 1 else claims.confirmed_bit | claims.any_bit
         known, is_cut = tree.known(start, hashes)
         num_stored = len(known)
         last = start
@@ -98,7 +95,7 @@ class PrefixIndex:
             fresh = self._append(claims, last, hashes[num_stored:] if known else hashes, bits)
             claims.num_confirmed += len(fresh)
             if shift:
-                claims.references.update(dict.fromkeys(fresh, _ONE << shift))
+                claims.references.update(dict.fromkeys(fresh, ONE << shift))
                 self._num_extra += len(fresh)
             num_stored += len(fresh)
             last = fresh[-1] if fresh else last
@@ -113,7 +110,7 @@ class PrefixIndex:
         claims = self._roster.by_id.get(endpoint_id)
         if claims is None:
             return 0
-        shift = self._shift(tier, group)
+        shift = self._lanes.shift(tier, group)
         tree, holdings, references = self._tree, self._holdings, claims.references
         find, discard, drop = tree.find, tree.discard_childless, holdings.drop
         set_of, claimed, confirmed_bit = tree.set_of, holdings.sets.claimed, claims.confirmed_bit
@@ -122,18 +119,18 @@ class PrefixIndex:
             block = find(block_hash)
             if not block or not claimed[set_of[block]] & confirmed_bit:
                 continue
-            counts = references.get(block, _ONE)
+            counts = references.get(block, ONE)
             if not counts >> shift & REFERENCES_MAX:
                 continue
             num_dropped += 1
             counts -= 1 << shift
             if counts:
-                self._count(claims, block, counts)
-                if not counts & self._fast_lanes:
+                self._num_extra += claims.count(block, counts)
+                if not counts & self._lanes.fast:
                     drop(claims, block, claims.fast_bit)
                 continue
             if references:
-                self._count(claims, block, _ONE)
+                self._num_extra += claims.count(block, ONE)
             claims.num_confirmed -= 1
             drop(claims, block, claims.bits)
             discard(block)
@@ -151,21 +148,18 @@ class PrefixIndex:
         """
         tree = self._tree
         claims = self._roster.by_id.get(endpoint_id) or self._roster.join(endpoint_id)
-        depth = self._confirmed_depth(claims, hashes) if confirmed is None else confirmed
+        depth = self._holdings.confirmed_depth(claims, hashes) if confirmed is None else confirmed
         start = tree.find(hashes[depth - 1]) if depth else ROOT
-        known, is_cut = tree.known(start, hashes[depth:])
-        num_known = depth + len(known)
-        last = known[-1] if known else start
         self._next_serial += 1
-        unconfirmed = self._stake(claims, known) if known else array("i")
-        if num_known < len(hashes) and not is_cut:
-            fresh = self._append(claims, last, hashes[num_known:], claims.any_bit)
-            claims.stakes.update(dict.fromkeys(fresh, self._next_serial << STAKE_COUNT_BITS | 1))
-            self._num_extra += len(fresh)
-            unconfirmed.extend(fresh)
-            last = fresh[-1] if fresh else last
-        speculation = Speculation(claims, unconfirmed, expires_at, self._next_serial)
-        if unconfirmed:
+        speculation = Speculation(claims, expires_at, self._next_serial)
+        last = start
+        if (blocks_max is None and depth < len(hashes) and not tree.find(hashes[depth])
+                and self._unplaced.may_add(hashes, depth)):
+            self._unplaced.add(speculation, hashes, depth)
+        else:
+            self._unplaced.place_all(hashes)
+            last = self._stake_all(speculation, start, hashes[depth:])
+        if speculation.num_blocks:
             self._bets.place(speculation)
             if blocks_max is not None:
                 self._keep_history(claims, speculation, blocks_max)
@@ -175,8 +169,11 @@ class PrefixIndex:
 
     def withdraw(self, speculation: Speculation) -> None:
         """Take back what this bet added and nobody confirmed or bets on as well. Twice is harmless."""
-        claims, blocks = self._bets.take(speculation)
-        stakes, serial = claims.stakes, speculation.serial
+        if speculation.chain:
+            self._unplaced.void(speculation)
+        blocks = self._bets.take(speculation)
+        claims, serial = speculation.claims, speculation.serial
+        stakes = claims.stakes
         for block in reversed(blocks):  # tail first: nothing below is left to visit
             stake = stakes.get(block)
             # A younger first bet: ours was settled, or a block's id names another block by now.
@@ -207,6 +204,8 @@ class PrefixIndex:
         claims = self._roster.retire(endpoint_id)
         if claims is None:
             return
+        for bet in self._unplaced.of(claims):
+            self._unplaced.void(bet)
         self._num_extra -= len(claims.references) + len(claims.stakes)
         claims.clear()
         self._holdings.sets.retired_bits |= claims.bits
@@ -235,7 +234,11 @@ class PrefixIndex:
         """
         if self._bets.is_due(now):
             self.expire(now)
-        return self._roster.matches(self._holdings.ends(hashes))
+        ends = self._holdings.ends(hashes)
+        while (bet := self._unplaced.below(hashes, ends[-1][0] if ends else 0)) is not None:
+            self._unplaced.place(bet)
+            ends = self._holdings.ends(hashes)
+        return self._roster.matches(ends)
 
     def holds(self, endpoint_id: str, block_hash: int) -> bool:
         """Whether the endpoint has a confirmed claim on this block, reachable or not."""
@@ -253,12 +256,14 @@ class PrefixIndex:
 
     def num_speculative_blocks(self, endpoint_id: str) -> int:
         claims = self._roster.by_id.get(endpoint_id)
-        return len(claims.stakes) if claims is not None else 0
+        if claims is None:
+            return 0
+        return len(claims.stakes) + sum(bet.num_blocks for bet in self._unplaced.of(claims))
 
     def memory_bytes(self) -> int:
         """An estimate from the counts: blocks, leaves, holder sets, counts beyond the usual, bets."""
         return (self._tree.memory_bytes() + LEAF_BYTES * len(self._tree.leaves) + SET_BYTES * len(self._holdings.sets)
-                + EXTRA_BYTES * self._num_extra
+                + EXTRA_BYTES * self._num_extra + self._unplaced.memory_bytes()
                 + SPECULATION_BYTES * len(self._bets) + BET_BLOCK_BYTES * self._bets.num_blocks)
 
     def check_invariants(self) -> None:
@@ -275,29 +280,18 @@ class PrefixIndex:
             assert claims.stakes.keys() == {b for b, bits in held.items() if bits == claims.any_bit}, "bets differ"
             assert len(confirmed) == claims.num_confirmed, "confirmed blocks and their count differ"
             for block in confirmed:
-                counts = claims.references.get(block, _ONE)
-                is_fast = bool(counts & self._fast_lanes)
+                counts = claims.references.get(block, ONE)
+                is_fast = bool(counts & self._lanes.fast)
                 assert counts, "a claim without a reference"
                 assert bool(held[block] & claims.fast_bit) == is_fast, "a tier is wrong"
                 assert held[block] & claims.any_bit, "a confirmed block that is not held at all"
             assert all(stake & STAKE_COUNT_MASK for stake in claims.stakes.values()), "a bet by nobody"
         assert self._num_extra == sum(len(c.references) + len(c.stakes) for c in self._roster.by_id.values())
         self._bets.check_invariants()
+        self._unplaced.check_invariants({tree.names.key_of[block] for block in blocks})
         assert not len(tree) or self.memory_bytes() <= self.max_bytes, "over the bound"
 
     # ---- inside --------------------------------------------------------------------------------------------------
-
-    def _shift(self, tier: str, group: int) -> int:
-        lane = (tier, group)
-        shift = self._lane_shift.get(lane)
-        if shift is None:
-            shift = _LANE_BITS * min(len(self._lane_shift), LANES_MAX - 1)
-            # Beyond the limit, which only nonsense reaches, lanes share the last counter.
-            if len(self._lane_shift) < LANES_MAX:
-                self._lane_shift[lane] = shift
-                if tier in FAST_TIERS:
-                    self._fast_lanes |= REFERENCES_MAX << shift
-        return shift
 
     def _append(self, claims: Claims, parent: int, hashes: Sequence[int], bits: int) -> list[int]:
         """New blocks below `parent`, claimed for `bits`; the first of `hashes` is known to be unknown."""
@@ -311,24 +305,15 @@ class PrefixIndex:
         bits_of, confirmed_bit, references = self._holdings.bits_of, claims.confirmed_bit, claims.references
         for block in blocks:
             if bits_of(block, claims) & confirmed_bit:
-                counts = references.get(block, _ONE)
+                counts = references.get(block, ONE)
                 if counts >> shift & REFERENCES_MAX < REFERENCES_MAX:
-                    self._count(claims, block, counts + (1 << shift))
+                    self._num_extra += claims.count(block, counts + (1 << shift))
                 continue
             claims.num_confirmed += 1
             if claims.stakes.pop(block, None) is not None:
                 self._num_extra -= 1
             if shift:
-                self._count(claims, block, 1 << shift)
-
-    def _count(self, claims: Claims, block: int, counts: int) -> None:
-        references = claims.references
-        before = len(references)
-        if counts == _ONE:
-            references.pop(block, None)
-        else:
-            references[block] = counts
-        self._num_extra += len(references) - before
+                self._num_extra += claims.count(block, 1 << shift)
 
     def _stake(self, claims: Claims, blocks: list[int]) -> array[int]:
         """One more bet on each of `blocks` that is not confirmed; returns those."""
@@ -350,6 +335,29 @@ class PrefixIndex:
             self._holdings.grant(claims, blocks, claims.any_bit)
         return unconfirmed
 
+    def _stake_all(self, speculation: Speculation, start: int, hashes: Sequence[int]) -> int:
+        """The bet is on the chain `hashes` below `start`, as far as it is not confirmed. Returns the last block."""
+        claims = speculation.claims
+        known, is_cut = self._tree.known(start, hashes)
+        last = known[-1] if known else start
+        unconfirmed = self._stake(claims, known) if known else array("i")
+        if len(known) < len(hashes) and not is_cut:
+            fresh = self._append(claims, last, hashes[len(known):], claims.any_bit)
+            claims.stakes.update(dict.fromkeys(fresh, speculation.serial << STAKE_COUNT_BITS | 1))
+            self._num_extra += len(fresh)
+            unconfirmed.extend(fresh)
+            last = fresh[-1] if fresh else last
+        speculation.place(unconfirmed)
+        return last
+
+    def _place(self, bet: Speculation, start: int, hashes: Sequence[int]) -> None:
+        """An unplaced bet is on `hashes` below `start` from now on. The bound is for the next writing to look at:
+        nothing must go while this one is under way."""
+        num_before = bet.num_blocks
+        self._num_spent += len(bet.chain)
+        self._stake_all(bet, start, hashes)
+        self._bets.shrank(bet, num_before)
+
     def _keep_history(self, claims: Claims, speculation: Speculation, blocks_max: int) -> None:
         history = claims.history
         history.append(speculation)
@@ -368,6 +376,9 @@ class PrefixIndex:
         leaves = self._tree.leaves
         while leaves and self.memory_bytes() > self.max_bytes:
             self._evict(next(iter(leaves)))
+        unplaced = self._unplaced.by_first
+        while unplaced and self.memory_bytes() > self.max_bytes:
+            self._unplaced.void(next(iter(unplaced.values())))
         left = max(0, self.max_bytes - self.memory_bytes()) // _WORST_BYTES
         self._spent_max = self._num_spent + self._holdings.sets.num_made + left
 
@@ -382,14 +393,3 @@ class PrefixIndex:
             claims.num_unreached -= bool((claimed ^ reached) & claims.bits)
         self.num_evicted_blocks += 1
         self._tree.demote(self._tree.discard_childless(leaf))
-
-    def _confirmed_depth(self, claims: Claims, hashes: Sequence[int]) -> int:
-        """How far the endpoint's confirmed claims reach along the chain."""
-        if not claims.num_confirmed or not hashes:
-            return 0
-        find, set_of, reached = self._tree.find, self._tree.set_of, self._holdings.sets.reached
-        bit = claims.confirmed_bit
-        if (block := find(hashes[-1])) and reached[set_of[block]] & bit:
-            return len(hashes)
-        return bisect_left(hashes, True, key=lambda block_hash: not ((block := find(block_hash))
-                                                                      and reached[set_of[block]] & bit))

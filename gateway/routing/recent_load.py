@@ -17,17 +17,20 @@ from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 from gateway.routing.prefix_index import NO_MATCH
+from gateway.routing.shared_cores import Crowding
 
 MEAN_OVER_S = 5.0     # after so long a look counts e times less
 SETTLED_S = 5.0
 PAUSE_MAX_S = 2.0     # between two looks
 # A hit computes next to nothing, and finds what others wait for.
+_NO_CROWDING: Mapping[str, Crowding] = {}
 _HIT = Work(prompt_tokens=1, expected_output_tokens=DEFAULT_OUTPUT_TOKENS)
 
 
 class Recent(NamedTuple):
-    """`busy_share` of the last seconds there was a request; `wait_s` is what a hit would have cost beyond itself: the
-    queue, the steps, and what it does to the streams there."""
+    """`busy_share` of the last seconds there was a request, or that share of the cores was busy that it has in common
+    with others; `wait_s` is what a hit would have cost beyond itself: the queue, the steps, and what it does to the
+    streams there."""
 
     busy_share: float
     wait_s: float
@@ -46,7 +49,8 @@ class RecentLoad:
         self._seen: dict[str, _Seen] = {}
         self._looked_at = -math.inf
 
-    def look(self, views: Iterable[EndpointView], loads: Mapping[str, LoadView], now: float) -> None:
+    def look(self, views: Iterable[EndpointView], loads: Mapping[str, LoadView], now: float,
+             crowding: Mapping[str, Crowding] = _NO_CROWDING) -> None:
         """One look; instants are of any one monotonic clock."""
         passed_s = now - self._looked_at
         if passed_s > PAUSE_MAX_S:
@@ -56,7 +60,7 @@ class RecentLoad:
         self._seen, self._looked_at = {}, now
         rates = assumed_rates(fleet)
         for view in fleet:
-            newest = _as_of_now(view, loads.get(view.endpoint_id, NO_LOAD), rates)
+            newest = _as_of_now(view, loads.get(view.endpoint_id, NO_LOAD), rates, crowding.get(view.endpoint_id))
             before = seen.get(view.endpoint_id)
             if before is None or before.epoch != view.epoch:
                 self._seen[view.endpoint_id] = _Seen(view.epoch, now, newest)
@@ -75,8 +79,8 @@ def num_active(view: EndpointView, load: LoadView) -> int:
     return max(load.num_inflight, view.num_running + view.num_waiting)
 
 
-def _as_of_now(view: EndpointView, load: LoadView, rates: Rates) -> Recent:
+def _as_of_now(view: EndpointView, load: LoadView, rates: Rates, crowding: Crowding | None) -> Recent:
     if not num_active(view, load):
-        return Recent(0.0, 0.0)
+        return Recent(0.0 if crowding is None else crowding.busy_share, 0.0)
     cost = candidate_cost(view, NO_MATCH, load, _HIT, rates=rates)
     return Recent(1.0, cost.queue_s + cost.steps_s + cost.others_s)

@@ -37,7 +37,8 @@ class Ahead:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            sight = Sight(self._views, self._ledger.loads(), self._holders, self._looks_before)
+            loads = self._ledger.loads()
+            sight = Sight(self._views, loads, self._holders, self._looks_before, self._table.crowding(loads))
             if (copy := self._plan.next(sight, time.monotonic())) is not None:
                 await self._make(copy)
 

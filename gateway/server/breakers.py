@@ -28,6 +28,7 @@ class Breakers:
         self._table = table
         self._limits = limits
         self._breakers: dict[str, tuple[str | None, Breaker]] = {}
+        self._may_be_open = False   # whether any breaker has opened since all were seen closed
 
     def begin(self, endpoint: Endpoint) -> BreakerPass:
         """A request goes there."""
@@ -35,11 +36,9 @@ class Breakers:
 
     def blocked(self, endpoints: Sequence[Endpoint]) -> frozenset[str]:
         """Those that should not get a request now."""
-        for _, breaker in self._breakers.values():
-            if breaker.era and breaker.is_open:  # most have never been open
-                break
-        else:
+        if not self._may_be_open:
             return _NOBODY
+        self._may_be_open = any(breaker.is_open for _, breaker in self._breakers.values())
         now = time.monotonic()
         return frozenset(endpoint.endpoint_id for endpoint in endpoints
                          if endpoint.endpoint_id in self._breakers and not self._of(endpoint).may_send(now))
@@ -58,6 +57,7 @@ class Breakers:
         now, breaker = time.monotonic(), self._of(endpoint)
         before = breaker.state(now)
         passed.failed(now)
+        self._may_be_open = True
         if breaker.state(now) is BreakerState.OPEN and before is not BreakerState.OPEN:
             _log.warning("breaker_open", worker=endpoint.endpoint_id, reason=reason)
 

@@ -6,7 +6,6 @@ Must never: await between reading and booking; nothing here is a coroutine.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import time
@@ -22,13 +21,15 @@ from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
 from gateway.routing.hot_prefixes import Sighting
-from gateway.routing.load_ledger import NO_LOAD, Footprint, LoadLedger, LoadView
+from gateway.routing.load_ledger import Footprint, LoadLedger, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
-from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex
+from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculation
+from gateway.routing.usual_cost import Standings
 from gateway.server.breakers import Breakers
 from gateway.server.learning import Learning
-from gateway.server.placement import OpenBet, Placement
+from gateway.server.placement import Books, Placement
+from gateway.server.prefills import Prefills
 from gateway.server.prompt_work import PreparedPrompt
 from gateway.server.request_record import RequestRecord
 from gateway.shared.notes import Notes, SharedBet
@@ -39,7 +40,6 @@ KV_CACHE_FULL = "full"
 TOLD_BET_MIN_BLOCKS = 32
 OVERBOOKED_RETRIES_MAX = 3
 EXPECTED_PREFILL_MAX_S = 120.0
-_NOBODY: frozenset[str] = frozenset()
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
              "match_speculative_tokens", "uncached_tokens")
 APPROXIMATE_BLOCKS_MAX = 10_000  # of an endpoint that does not say how many it has
@@ -90,6 +90,9 @@ class Dispatcher:
         self._breakers = breakers
         self._turns = itertools.count()
         self.learning = Learning()
+        self._prefills = Prefills()
+        self._standings = Standings()
+        self._books = Books(table, index, breakers, self.learning, self._prefills)
         self._notes = notes
         if notes is not None:
             notes.on_bet = self._bet_was_placed
@@ -97,33 +100,34 @@ class Dispatcher:
     def decide(self, prompt: RoutedPrompt, excluded: frozenset[str],
                record: RequestRecord | None = None) -> RoutingDecision | NoEndpoint:
         """The decision as of now; nothing is booked. `record` is told how long matching and picking took."""
-        began_at, now = time.perf_counter(), time.monotonic()
-        matches, chain = self._matches(prompt.prepared.hashes, now)
-        matched_at = time.perf_counter()
+        now, prepared, learning = time.monotonic(), prompt.prepared, self.learning
+        self._prefills.tick(now)
+        matches, chain = self._matches(prepared.hashes, now)
+        matched_at = time.monotonic()
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
         endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
-        num_tokens = prompt.num_prompt_tokens
+        num_tokens, session = prompt.num_prompt_tokens, prompt.session
         given = PickInput(
-            endpoints=self.learning.with_rates([endpoint.view(loads.get(endpoint.endpoint_id, NO_LOAD))
-                                                for endpoint in endpoints], num_tokens),
-            session_endpoint_id=self.learning.endpoint_of(prompt.session),
-            prompt_tokens=num_tokens, matches=matches if prompt.prepared.hashes else None,
+            endpoints=learning.with_rates(self._table.views(endpoints, loads), num_tokens),
+            session_endpoint_id=None if session is None else learning.endpoint_of(session),
+            prompt_tokens=num_tokens, matches=matches if prepared.hashes else None,
             loads=loads, model=prompt.model,
-            excluded=_all_of(excluded, self._full(loads), self._breakers.blocked(endpoints)),
-            context_tokens=prompt.prepared.longest + (prompt.max_tokens or 1),
-            expected_output_tokens=self.learning.outputs.expected(prompt.model, prompt.max_tokens),
+            excluded=self._passed_over(excluded, endpoints, loads),
+            context_tokens=prepared.longest + (prompt.max_tokens or 1),
+            expected_output_tokens=learning.outputs.expected(prompt.model, prompt.max_tokens),
             random_ratio=random.random(), turn=next(self._turns), now=now,
-            shared_ratio=self._ledger.shared_ratio, stretch=self.learning.stretch.ratio,
-            streams_of=self._ledger.streams, lengths=self.learning.outputs.profile(prompt.model),
-            chain=chain, busy_step_of=self.learning.busy_steps.step_s)
+            shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
+            streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
+            chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads),
+            standings=self._standings)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
             decision = self._policy(structs.replace(given, excluded=excluded))
         if record is not None:
-            record.stages["match"] = matched_at - began_at
-            record.stages["pick"] = time.perf_counter() - matched_at
+            record.stages["match"] = matched_at - now
+            record.stages["pick"] = time.monotonic() - matched_at
         return decision
 
     def _matches(self, hashes: Mapping[HashScheme, Sequence[int]],
@@ -146,9 +150,12 @@ class Dispatcher:
         """Whether another process of this gateway booked the worker's last place in the same moment."""
         return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
 
-    def _full(self, loads: Mapping[str, LoadView]) -> frozenset[str]:
+    def _passed_over(self, excluded: frozenset[str], endpoints: Sequence[Endpoint],
+                     loads: Mapping[str, LoadView]) -> frozenset[str]:
+        """Those excluded, full or doubtful; mostly nobody."""
         full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= self._max_inflight]
-        return frozenset(full) if full else _NOBODY
+        blocked = self._breakers.blocked(endpoints)
+        return excluded.union(full, blocked) if full or blocked else excluded
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
              address: Callable[[Endpoint], UpstreamRequest]) -> Placement:
@@ -156,63 +163,57 @@ class Dispatcher:
         endpoint = self._table.get(decision.endpoint_id)
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
-        num_tokens = prompt.prepared.num_tokens
+        scheme, num_tokens, now = endpoint.scheme, prompt.prepared.num_tokens, time.monotonic()
         others = num_tokens - prompt.num_prompt_tokens
-        chain, now = prompt.prepared.chain(endpoint.scheme), time.monotonic()
-        booking = self._ledger.book(decision.endpoint_id, decision.epoch,
-                                    prefill_tokens=decision.uncached_tokens + others,
-                                    context_tokens=num_tokens,
-                                    footprint=self._footprint(endpoint, prompt, decision, chain=chain, now=now))
+        chain = prompt.prepared.chain(scheme)
+        booking = self._ledger.book(
+            decision.endpoint_id, decision.epoch, prefill_tokens=decision.uncached_tokens + others,
+            context_tokens=num_tokens, footprint=Footprint(
+                chain, decision.matched_tokens // scheme.block_size if chain and scheme is not None else 0,
+                decision.matched_tokens, self._expected_output(prompt, decision), now))
         prefill_s = _expected_prefill_s(decision)
-        bet = self._bet(endpoint, chain, decision, now)
-        # The first byte of an answer that is not streamed is its last: without a timer the prompt would count as
-        # queued work for as long as the worker generates. When the guess is early, the worker's report still counts.
-        timer = None if prompt.stream or not prefill_s else asyncio.get_running_loop().call_later(
-            prefill_s, lambda: booking.prefill_done(time.monotonic()))
-        placement = Placement(endpoint, decision, booking, bet=bet, upstream_request=upstream_request,
-                              prefill_timer=timer, breakers=self._breakers,
-                              is_replaceable=lambda: bool(self._table.serving(prompt.model)))
-        cost = decision.cost
-        if cost is not None and prompt.stream:
-            placement.on_first_token = lambda: self.learning.first_token(cost, now)
-        return placement
+        if prefill_s and not prompt.stream:
+            self._prefills.expect(booking, now + prefill_s)
+        return Placement(self._books, endpoint, decision, booking, model=prompt.model,
+                         bet=self._bet(endpoint, chain, decision, now + prefill_s) if chain else None,
+                         upstream_request=upstream_request, is_stream=prompt.stream)
 
-    def _footprint(self, endpoint: Endpoint, prompt: RoutedPrompt, decision: RoutingDecision, *,
-                   chain: Sequence[int], now: float) -> Footprint:
-        matched_blocks = decision.matched_tokens // endpoint.scheme.block_size if chain and endpoint.scheme else 0
-        return Footprint(chain, matched_blocks, decision.matched_tokens,
-                         self.learning.outputs.expected(prompt.model, prompt.max_tokens), now)
+    def _expected_output(self, prompt: RoutedPrompt, decision: RoutingDecision) -> int:
+        if decision.considered is not None:
+            return decision.considered[0].expected_output_tokens
+        return self.learning.outputs.expected(prompt.model, prompt.max_tokens)
 
     def note_prefix(self, prompt: RoutedPrompt, endpoint: Endpoint, known_tokens: int) -> None:
         """So much of the prompt was known somewhere: it may be a prefix that many ask for."""
-        chain = prompt.prepared.chain(endpoint.scheme)
-        if not chain or endpoint.scheme is None:
+        scheme, salt = endpoint.scheme, prompt.prepared.salt
+        chain = prompt.prepared.chain(scheme)
+        if not chain or scheme is None:
             return
-        block_size, salt = endpoint.scheme.block_size, prompt.prepared.salt
-        if any(key.kind is not ExtraKeyKind.GATEWAY_SALT for key in salt.extra_keys):
-            return  # adapters and salts of bodies: a prewarm could not hash it alike
-        self.learning.hot.note(Sighting(prompt.model, chain, known_tokens // block_size, prompt.prepared.prompts[0],
-                                        block_size, salt.internal, salt.salt_from), time.monotonic())
+        for key in salt.extra_keys:
+            if key.kind is not ExtraKeyKind.GATEWAY_SALT:
+                return  # adapters and salts of bodies: a prewarm could not hash it alike
+        depth, now = known_tokens // scheme.block_size, time.monotonic()
+        if not self.learning.hot.hit(chain, depth, now):
+            self.learning.hot.note(Sighting(prompt.model, chain, depth, prompt.prepared.prompts[0],
+                                            scheme.block_size, salt.internal, salt.salt_from), now)
 
     def _bet(self, endpoint: Endpoint, hashes: Sequence[int], decision: RoutingDecision,
-             now: float) -> OpenBet | None:
-        report = endpoint.report
-        if endpoint.knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
+             computed_at: float) -> Speculation | None:
+        report, knowledge = endpoint.report, endpoint.knowledge
+        if knowledge is Knowledge.NONE or report is None or report.kv_cache != KV_CACHE_FULL:
             return None  # nothing will be found there again, so nothing should be predicted
-        assert endpoint.scheme is not None, "knowledge without a hash scheme"
-        if not hashes:
-            return None
         # The time to live bridges the lag of events, which begins when the blocks have been computed: until the first
         # byte the bet is held. Without events, what we sent there lately is all that we know.
-        has_events = endpoint.knowledge is Knowledge.EXACT
+        has_events = knowledge is Knowledge.EXACT
         ttl_s = self._bet_ttl.with_events_s if has_events else self._bet_ttl.without_events_s
-        expires_at = now + _expected_prefill_s(decision) + ttl_s
+        expires_at = computed_at + ttl_s
         bet = self._index.speculate(endpoint.endpoint_id, hashes, expires_at,
-                                    blocks_max=_history_blocks_max(endpoint), confirmed=_confirmed_blocks(decision))
+                                    blocks_max=None if has_events else _history_blocks_max(endpoint),
+                                    confirmed=_confirmed_blocks(decision))
         bet.hold(ttl_s)
         if self._notes is not None and endpoint.epoch is not None and bet.num_blocks >= TOLD_BET_MIN_BLOCKS:
             self._notes.tell_bet(SharedBet(endpoint.endpoint_id, endpoint.epoch, expires_at, hashes))
-        return OpenBet(self._index, bet)
+        return bet
 
     def _bet_was_placed(self, bet: SharedBet) -> None:
         """By another process of this gateway: a burst of siblings goes together, whichever processes it meets."""
@@ -284,11 +285,6 @@ class Choosing:
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
         if record.cacheable_tokens:
             self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
-
-
-def _all_of(*parts: frozenset[str]) -> frozenset[str]:
-    """Their union; mostly all are empty."""
-    return _NOBODY.union(*parts) if any(parts) else _NOBODY
 
 
 def _confirmed_blocks(decision: RoutingDecision) -> int | None:

@@ -5,55 +5,58 @@ Owns the booking, the bet and the breaker's pass of one request at one worker. M
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from msgspec import Struct
-
-from gateway.knowledge.endpoint_table import Endpoint, EndpointState
+from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.relay.upstream import Upstream, UpstreamRequest, UpstreamResponse
 from gateway.routing.load_ledger import Booking
 from gateway.routing.picker import RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from gateway.server.breakers import Breakers
+from gateway.server.learning import Learning
+from gateway.server.prefills import Prefills
 
 Follow = Callable[[], Awaitable[UpstreamResponse]]
 
 
-class OpenBet(Struct, frozen=True, gc=False):
-    """What is believed of the worker's cache for this request's sake."""
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What every placement writes to."""
 
-    placed_in: PrefixIndex
-    speculation: Speculation
-
-    def settle(self, now: float) -> None:
-        """From now on it may expire."""
-        self.speculation.settle(now)
-
-    def withdraw(self) -> None:
-        self.placed_in.withdraw(self.speculation)
+    table: EndpointTable
+    index: PrefixIndex
+    breakers: Breakers
+    learning: Learning
+    prefills: Prefills
 
 
 class Placement:
-    """A booked worker. Every way out ends in release() or abandon(), and both may be called again."""
+    """A booked worker. Every way out ends in release() or abandon(), and both may be called again.
 
-    def __init__(self, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *,
-                 bet: OpenBet | None, upstream_request: UpstreamRequest,
-                 prefill_timer: asyncio.TimerHandle | None, is_replaceable: Callable[[], bool],
-                 breakers: Breakers) -> None:
+    `model` is what was asked for; `is_stream`: its first byte is a first token, and otherwise `books.prefills` may
+    know the booking.
+    """
+
+    __slots__ = ("_asked_at", "_awaits_token", "_bet", "_booked_at", "_booking", "_books", "_is_listed", "_model",
+                 "_pass", "decision", "endpoint", "follow", "upstream_request")
+
+    def __init__(self, books: Books, endpoint: Endpoint, decision: RoutingDecision, booking: Booking, *, model: str,
+                 bet: Speculation | None, upstream_request: UpstreamRequest, is_stream: bool) -> None:
         self.endpoint = endpoint
-        self._breakers = breakers
-        self._pass = breakers.begin(endpoint)
         self.decision = decision
-        self._booking = booking
-        self._bet = bet
         self.upstream_request = upstream_request
         self.follow: Follow | None = None  # of one that has been asked: the way to its answer
+        self._books = books
+        self._pass = books.breakers.begin(endpoint)
+        self._booking = booking
+        self._booked_at = booking.footprint.at
+        self._bet = bet
+        self._model = model
         self._asked_at: float | None = None
-        self._prefill_timer = prefill_timer
-        self.on_first_token: Callable[[], None] | None = None   # of a stream
-        self._is_replaceable = is_replaceable
+        self._awaits_token = is_stream and decision.cost is not None
+        self._is_listed = not is_stream
 
     @property
     def endpoint_id(self) -> str:
@@ -76,15 +79,17 @@ class Placement:
     def is_lost(self) -> bool:
         """See relay.retry.Attempt. A worker that is alone keeps its request: it may only be slow."""
         is_same_life = self.endpoint.epoch == self.decision.epoch
-        return not (is_same_life and self.endpoint.state is not EndpointState.UNREADY) and self._is_replaceable()
+        if is_same_life and self.endpoint.state is not EndpointState.UNREADY:
+            return False
+        return bool(self._books.table.serving(self._model))
 
     def first_byte(self) -> None:
         """The prompt has been computed."""
         now = time.monotonic()
         self._booking.prefill_done(now)
-        if self.on_first_token is not None:
-            self.on_first_token()
-            self.on_first_token = None
+        if self._awaits_token and self.decision.cost is not None:
+            self._awaits_token = False
+            self._books.learning.first_token(self.decision.cost, self._booked_at)
         self._pass.answered()
         if self._bet is not None:
             self._bet.settle(now)
@@ -95,20 +100,21 @@ class Placement:
 
     def failed(self, reason: str) -> None:
         """The worker did not answer, or not to the end. What it computed may be in its cache or not."""
-        self._breakers.failed(self.endpoint, self._pass, reason)
+        self._books.breakers.failed(self.endpoint, self._pass, reason)
         self.abandon()
 
     def release(self) -> None:
         """The request has ended; what it left in the worker's cache is for the events to tell."""
-        if self._prefill_timer is not None:
-            self._prefill_timer.cancel()
         self._booking.release()
+        if self._is_listed:
+            self._is_listed = False
+            self._books.prefills.ended()
         self._pass.left()
-        if self._bet is not None and self._bet.speculation.is_held:
+        if self._bet is not None and self._bet.is_held:
             self._bet.settle(time.monotonic())
 
     def abandon(self) -> None:
         """The worker did not take it: nothing of it will be in that cache."""
         self.release()
         if self._bet is not None:
-            self._bet.withdraw()
+            self._books.index.withdraw(self._bet)

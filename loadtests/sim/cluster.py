@@ -16,6 +16,7 @@ from loadtests.sim.clock import VirtualClock
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
 from loadtests.sim.policies.routing_policy import RoutingPolicy
 from loadtests.sim.restarts import schedule_storm
+from loadtests.sim.shared_cores import Machines
 from loadtests.sim.sim_copies import copy_request
 from loadtests.sim.sim_gateway import SimGateway
 from loadtests.sim.sim_request import SimRequest, requests_of, scheme_of
@@ -28,7 +29,8 @@ class ClusterSettings:
     """Delays are one way. `event_loss_ratio` of the batches never arrive; the hole is found by the next batch, and a
     snapshot follows after `resync_s`. `coalesce` False runs every decode step by itself. `shared_ledger`: what one
     gateway books the others know at once, as the processes of one gateway do; without it they know reports alone.
-    `restart_storm`: see restarts.py. `copies_ahead`: of hot prefixes, where the policy has them made."""
+    `restart_storm`: see restarts.py. `copies_ahead`: of hot prefixes, where the policy has them made.
+    `workers_per_machine` share `cores_per_machine`, a core each while they last."""
 
     num_workers: int = 8
     blocks_per_worker: int = 4096
@@ -44,6 +46,8 @@ class ClusterSettings:
     shared_ledger: bool = False
     restart_storm: bool = False
     copies_ahead: bool = True
+    workers_per_machine: int = 1
+    cores_per_machine: int = 1
 
 
 class Cluster:
@@ -55,13 +59,15 @@ class Cluster:
         self.clock = VirtualClock()
         scheme = scheme_of(trace)
         self._scheme = scheme
+        self._machines = Machines(settings.workers_per_machine, settings.cores_per_machine)
         self.workers = [self._new_worker(number) for number in range(settings.num_workers)]
         self.retired: list[SimWorker] = []
         self._worker_of = {worker.worker_id: worker for worker in self.workers}
         self.gateways = [SimGateway([worker.worker_id for worker in self.workers],
                                     new_policy(), scheme,
                                     seed=settings.seed * 7919 + number, first_report=self.workers[0].report(),
-                                    makes_copies=settings.copies_ahead)
+                                    makes_copies=settings.copies_ahead,
+                                    core_sets=self._machines.core_sets(list(self._worker_of)))
                          for number in range(settings.num_gateways)]
         self._copying: dict[int, SimGateway] = {}   # by the copy's index: they go on behind the requests'
         self.num_copies = 0
@@ -134,7 +140,8 @@ class Cluster:
     def _new_worker(self, number: int) -> SimWorker:
         settings = self.settings
         return SimWorker(f"w{number:04d}", self.clock, settings.model, num_blocks=settings.blocks_per_worker,
-                         scheme=self._scheme, listener=self._listener(number), coalesce=settings.coalesce)
+                         scheme=self._scheme, listener=self._listener(number), coalesce=settings.coalesce,
+                         cores=self._machines.cores_of(number))
 
     def _submit(self, worker: SimWorker, request: SimRequest) -> None:
         if worker.is_stopped:   # it was on its way there

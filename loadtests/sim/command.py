@@ -79,14 +79,16 @@ def _print(args: argparse.Namespace, report: dict[str, Any], table: str) -> None
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    if args.seeds < 1:
-        raise ValueError("--seeds should be at least 1")
+    for flag in ("seeds", "workers_per_machine", "cores_per_machine"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} should be at least 1")
     model = _model(args.model)
     return [Cell(name, SimulationPlan(
         num_workers=workers, load=load, capacity=capacity, model=model, seed=args.seed, num_gateways=args.gateways,
         event_delay_s=args.event_delay, event_loss_ratio=args.event_loss, coalesce=not args.every_step,
         shared_ledger=args.shared_ledger, restart_storm=args.restart_storm,
-        copies_ahead=not args.no_copies), args.seeds)
+        copies_ahead=not args.no_copies, workers_per_machine=args.workers_per_machine,
+        cores_per_machine=args.cores_per_machine), args.seeds)
         for name in args.trace for workers in _numbers("--workers", args.workers, int)
         for capacity in map(_share, _numbers("--capacity", args.capacity, float))
         for load in ([None] if args.load == "recorded" else map(_share, _numbers("--load", args.load, float)))]
@@ -126,6 +128,9 @@ def _parser() -> CommandParser:
                         "as the processes of one gateway do")
     parser.add_argument("--restart-storm", action="store_true", help="in the middle every worker is replaced by a "
                         "cold one, one after the other")
+    parser.add_argument("--workers-per-machine", type=int, default=1, metavar="N", help="workers that share "
+                        "the cores of one machine, a thread each (default 1)")
+    parser.add_argument("--cores-per-machine", type=int, default=1, metavar="N", help="cores of each (default 1)")
     parser.add_argument("--no-copies", action="store_true", help="no hot prefix is copied ahead of need")
     parser.add_argument("--event-delay", type=float, default=0.002, metavar="S", help="lag of cache events")
     parser.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE", help="events that never arrive")

@@ -54,7 +54,8 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
     return {"trace": trace_name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
             "gateways": plan.num_gateways, "shared_ledger": plan.shared_ledger,
             "event_loss_ratio": plan.event_loss_ratio, "restart_storm": plan.restart_storm,
-            "copies_ahead": plan.copies_ahead,
+            "copies_ahead": plan.copies_ahead, "workers_per_machine": plan.workers_per_machine,
+            "cores_per_machine": plan.cores_per_machine,
             "seed": plan.seed, "seeds": len(by_seed), "requests": requests, "blocks_per_worker": blocks_per_worker,
             "policies": [_mean_of([results[policy] for results in by_seed]) for policy in policies],
             "verdicts": {key: verdict(by_seed, key) for key in JUDGED} if len(policies) > 1 else {}}

@@ -88,7 +88,7 @@ def cache_bounds(trace: Trace, num_blocks: int) -> CacheBounds:
     return CacheBounds(_hit_tokens(trace, None) / max(1, prompt), _hit_tokens(trace, num_blocks) / max(1, prompt))
 
 
-def saturation_rate(trace: Trace, model: CostModel, *, num_workers: int, tokens_per_worker: int,
+def saturation_rate(trace: Trace, model: CostModel, *, num_workers: float, tokens_per_worker: int,
                     hit_ratio: float) -> float:
     """Requests per second at which the workers have no idle second left, if `hit_ratio` of the tokens are hits.
 

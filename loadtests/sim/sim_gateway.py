@@ -21,6 +21,8 @@ from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from gateway.routing.rate_estimator import Stretch
+from gateway.routing.shared_cores import CoreSet, Crowding, crowding_of
+from gateway.routing.usual_cost import Standings
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
 from loadtests.sim.policies.routing_policy import RoutingPolicy
 from loadtests.sim.sim_copies import MODEL, SimCopies, book_copy, whole_holders
@@ -61,7 +63,7 @@ class SimGateway:
     """`worker_ids` in the order of the configuration; `makes_copies`: of hot prefixes, where the policy has it."""
 
     def __init__(self, worker_ids: Sequence[str], policy: RoutingPolicy, scheme: HashScheme, *, seed: int,
-                 first_report: Report, makes_copies: bool = False) -> None:
+                 first_report: Report, makes_copies: bool = False, core_sets: Sequence[CoreSet] = ()) -> None:
         self.policy = policy
         self.num_gaps = 0
         self._scheme = scheme
@@ -77,8 +79,10 @@ class SimGateway:
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
         self._views: list[EndpointView] = []
+        self._standings = Standings()
         self._copies = SimCopies(scheme.block_size) if makes_copies and policy.makes_copies else None
         self._siblings = [self]   # who books in this ledger
+        self._core_sets = core_sets
         for worker_id in worker_ids:
             self._views.append(self._view(worker_id))
 
@@ -91,13 +95,18 @@ class SimGateway:
             expected_output_tokens=self._outputs.expected(""), random_ratio=self._draw.random(), turn=self._turn,
             now=now, shared_ratio=self._ledger.shared_ratio, stretch=self._stretch.ratio,
             streams_of=self._ledger.streams, lengths=self._outputs.profile(""), chain=hashes,
-            busy_step_of=self._busy_steps.step_s), request)
+            busy_step_of=self._busy_steps.step_s, crowding=self._crowding(),
+            standings=self._standings), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
         if self._copies is not None:
             self._copies.note(request, hashes, decision.most_matched_tokens, now)
         return decision
+
+    def _crowding(self) -> dict[str, Crowding]:
+        return crowding_of(self._core_sets, {view.endpoint_id: view for view in self._views},
+                           self._loads) if self._core_sets else {}
 
     def first_token(self, request: SimRequest, now: float) -> None:
         placed = self._placed[request.index]
@@ -112,7 +121,8 @@ class SimGateway:
     def next_copy(self, now: float) -> Copy | None:
         """A hot prefix that a further worker should compute ahead of need."""
         return None if self._copies is None else self._copies.next(
-            Sight(lambda: self._views, self._loads, lambda prefix: whole_holders(self._index, prefix, now)), now)
+            Sight(lambda: self._views, self._loads, lambda prefix: whole_holders(self._index, prefix, now),
+                  crowding=self._crowding()), now)
 
     def begin_copy(self, copy: Copy, index: int, now: float) -> None:
         """It is sent: booked and bet on as a request's prompt."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from loadtests.sim.block_store import Change, SimPool, SimScheduler
 from loadtests.sim.clock import WORKER_STEP, VirtualClock
 from loadtests.sim.cost_model import CostModel, pairs_of
+from loadtests.sim.shared_cores import SharedCores
 from loadtests.sim.sim_request import SimRequest
 from worker.core.batch import SampledToken, StepPlan, StepResult
 from worker.core.scheduler_config import SchedulerConfig
@@ -58,7 +59,7 @@ class SimWorker:
     """One worker process. `coalesce` False runs every step by itself: the same results, slower."""
 
     def __init__(self, worker_id: str, clock: VirtualClock, model: CostModel, *, num_blocks: int, scheme: HashScheme,
-                 listener: WorkerListener, coalesce: bool = True) -> None:
+                 listener: WorkerListener, coalesce: bool = True, cores: SharedCores | None = None) -> None:
         self.worker_id = worker_id
         self.model = model
         self.busy_s = 0.0
@@ -67,7 +68,8 @@ class SimWorker:
             max_batch_tokens=model.max_batch_tokens, max_running=model.max_running, max_waiting=1 << 30))
         self._clock = clock
         self._listener = listener
-        self._coalesce = coalesce
+        self._cores = cores
+        self._coalesce = coalesce and cores is None   # what others do there changes how long steps take
         self._requests: dict[int, SimRequest] = {}
         self._tokens: dict[int, int] = {}
         self._plan: StepPlan | None = None
@@ -107,6 +109,8 @@ class SimWorker:
         """The process is gone, now: what was under way, in order of arrival."""
         self.observe()
         self._is_stopped = True
+        if self._cores is not None:
+            self._cores.rest(self.worker_id)
         self._ticket += 1   # no step of it ends any more
         self._plain_ends, self._plain_lengths = [], []
         lost, self._requests = list(self._requests.values()), {}
@@ -172,6 +176,8 @@ class SimWorker:
     def _begin_real_step(self, now: float) -> None:
         plan = self._plan = self.scheduler.schedule()
         if plan is None:
+            if self._cores is not None:
+                self._cores.rest(self.worker_id)
             return
         prefill, pairs, rows, context = 0, 0.0, 0, 0
         for share in plan.sequences:
@@ -183,6 +189,8 @@ class SimWorker:
                 prefill += num_tokens
                 pairs += pairs_of(share.start, num_tokens)
         self._planned_s = self.model.step_s(prefill, pairs, rows, context)
+        if self._cores is not None:
+            self._planned_s *= self._cores.begin(self.worker_id)
         self._planned_work = prefill, rows
         self._wake_at(now + self._planned_s, self._end_real_step)
 

@@ -36,6 +36,13 @@ class SimulationPlan:
     shared_ledger: bool = False
     restart_storm: bool = False
     copies_ahead: bool = True
+    workers_per_machine: int = 1
+    cores_per_machine: int = 1
+
+    @property
+    def at_work_max(self) -> float:
+        """So many workers' work is done at a time, where others wait for a core."""
+        return self.num_workers * min(1.0, self.cores_per_machine / self.workers_per_machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
     per_worker = max(int(share), -(-longest // trace.block_size) + HEADROOM_BLOCKS)
     bounds = cache_bounds(trace, per_worker * plan.num_workers)
     if plan.load is not None:
-        saturation = saturation_rate(trace, plan.model, num_workers=plan.num_workers,
+        saturation = saturation_rate(trace, plan.model, num_workers=plan.at_work_max,
                                      tokens_per_worker=per_worker * trace.block_size,
                                      hit_ratio=bounds.one_cache_ratio)
         trace = trace.at_rate(plan.load * saturation)
@@ -64,7 +71,8 @@ def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
                                num_gateways=plan.num_gateways, seed=plan.seed, event_delay_s=plan.event_delay_s,
                                event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce,
                                shared_ledger=plan.shared_ledger, restart_storm=plan.restart_storm,
-                               copies_ahead=plan.copies_ahead)
+                               copies_ahead=plan.copies_ahead, workers_per_machine=plan.workers_per_machine,
+                               cores_per_machine=plan.cores_per_machine)
     return Prepared(trace, settings, bounds, commit())
 
 
@@ -86,7 +94,8 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "model_source": plan.model.source, "gateways": plan.num_gateways,
             "event_delay_s": plan.event_delay_s, "event_loss_ratio": plan.event_loss_ratio,
             "shared_ledger": plan.shared_ledger, "restart_storm": plan.restart_storm,
-            "copies_ahead": plan.copies_ahead,
+            "copies_ahead": plan.copies_ahead, "workers_per_machine": plan.workers_per_machine,
+            "cores_per_machine": plan.cores_per_machine,
             "policies": [result.as_dict() for result in results]}
 
 

@@ -287,3 +287,45 @@ def test_simulated_workers_learn_their_rates_by_the_workers_formula(steps: list[
     report = simulated.report()
     assert report.prefill_tokens_per_s == pytest.approx(rates.prefill_tokens_per_s)
     assert report.decode_step_s == pytest.approx(rates.decode_step_s)
+
+
+SHARING = SimulationPlan(num_workers=4, load=0.9, capacity=4.0, workers_per_machine=4, cores_per_machine=2)
+
+
+def conversations(num: int, turns: int) -> Trace:
+    """Behind one long beginning, each turn longer than the last, in an order that mixes them."""
+    draw = random.Random(3)
+    left = [number for number in range(num) for _ in range(turns)]
+    draw.shuffle(left)
+    said: list[tuple[int, ...]] = [tuple(range(60))] * num
+    prompts = []
+    for place, number in enumerate(left):
+        said[number] = (*said[number], *range(1000 + 8 * place, 1008 + 8 * place))
+        prompts.append(said[number])
+    return trace_of(*prompts, output_tokens=16)
+
+
+CONVERSATIONS = conversations(30, 6)
+
+
+def test_workers_that_share_cores_slow_each_other_and_with_a_core_each_they_do_not() -> None:
+    apart = finished(CONVERSATIONS, SimulationPlan(num_workers=4, load=0.9, capacity=4.0, coalesce=False))
+    assert story(finished(CONVERSATIONS, replace(SHARING, cores_per_machine=4))) == story(apart)
+    at_once = replace(CONVERSATIONS, requests=tuple(replace(one, at_s=0.0) for one in CONVERSATIONS.requests))
+    shared, own = (finished(at_once, replace(SHARING, load=None, cores_per_machine=cores), "round_robin")
+                   for cores in (1, 4))
+    assert shared.clock.now > 3.5 * own.clock.now
+
+
+def test_shared_cores_are_known_to_gateways_so_that_fewer_workers_do_the_same() -> None:
+    prepared = prepare(CONVERSATIONS, SHARING)
+    knowing, blind = (Cluster(prepared.trace, prepared.settings, POLICIES["headstart"]) for _ in range(2))
+    blind.gateways[0]._core_sets = ()
+    for cluster in (knowing, blind):
+        cluster.run()
+    computed = [sum(request.prompt_tokens - request.cached_tokens for request in cluster.requests)
+                for cluster in (knowing, blind)]
+    assert computed[0] < computed[1]
+    first_tokens = [sum(request.first_token_at - request.arrives_at for request in cluster.requests
+                        if request.first_token_at is not None) for cluster in (knowing, blind)]
+    assert first_tokens[0] < 0.9 * first_tokens[1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
-from gateway.knowledge.engines.headstart import BlockCounts, LoadReport, WorkerReport
+from gateway.knowledge.engines.headstart import BlockCounts, Cpu, LoadReport, WorkerReport
 from gateway.routing.endpoint import Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from worker.protocol.block_hash import HashScheme
@@ -99,3 +100,16 @@ def test_incompatible_workers_serve_only_when_nobody_else_does() -> None:
     assert table.serving("m") == ()
     assert table.models() == ["m", "other"]
     assert table.get("x") is None
+
+
+def test_workers_on_the_same_cores_crowd_each_other_whatever_their_model() -> None:
+    table = EndpointTable(tuple(map(worker, "abcd")))
+    one_core, another = Cpu("x", cores=1, threads=1), Cpu("y", cores=1, threads=1)
+    for endpoint, model, cpu in zip(table, "mnmm", (one_core, one_core, another, None), strict=True):
+        endpoint.report, endpoint.joined_epoch = msgspec.structs.replace(report(model=model), cpu=cpu), "e"
+    crowding = table.crowding({"a": LoadView(num_inflight=2)})
+    assert {name: crowd.is_full for name, crowd in crowding.items()} == {"a": False, "b": True}
+    assert crowding["b"].num_prompts == 2
+    first = next(iter(table))
+    first.joined_epoch = None
+    assert table.crowding({}) == {}, "a worker that has not joined computes nothing of ours"

@@ -10,14 +10,8 @@ import pytest
 from gateway.routing.bets import VOID_BETS_MAX
 from gateway.routing.block_tree import ROW_BYTES
 from gateway.routing.holder_sets import SET_BYTES
-from gateway.routing.prefix_index import (
-    LANES_MAX,
-    LEAF_BYTES,
-    REFERENCES_MAX,
-    SPECULATION_BYTES,
-    Match,
-    PrefixIndex,
-)
+from gateway.routing.lanes import LANES_MAX, REFERENCES_MAX
+from gateway.routing.prefix_index import LEAF_BYTES, SPECULATION_BYTES, Match, PrefixIndex
 from gateway.routing.roster import NAME_SETS_MAX
 
 CHAIN = [11, 12, 13, 14, 15, 16]

@@ -304,4 +304,5 @@ def _ready(config: EngineConfig, parts: EngineParts) -> EngineReady:
         token_budget=parts.scheduler.token_budget, weights_bytes=spec.weights_bytes,
         activation_bytes=parts.machine.activation_bytes, other_bytes=parts.machine.other_bytes,
         read_bytes_per_s=parts.machine.read_bytes_per_s, notes=parts.notes,
-        adapters=tuple((adapter.name, adapter.digest) for adapter in parts.adapters))
+        adapters=tuple((adapter.name, adapter.digest) for adapter in parts.adapters),
+        cpu_threads=parts.cpu_threads)

@@ -76,7 +76,8 @@ class EngineReady:
     `token_budget` is how many prompt positions a step computes beside decoding, at the beginning of a prompt.
     `activation_bytes` is what a whole step was seen to need beside weights and KV, `other_bytes` what the process
     holds besides, `read_bytes_per_s` how fast the device's memory was read.
-    `adapters`: name and content digest of each. `weight_dtype`: what the weights were rounded to.
+    `adapters`: name and content digest of each. `weight_dtype`: what the weights were rounded to. `cpu_threads` is
+    how many it computes with, 0 on a device of its own.
     """
 
     folder: str
@@ -102,6 +103,7 @@ class EngineReady:
     read_bytes_per_s: float = 0.0
     adapters: tuple[tuple[str, bytes], ...] = ()
     weight_dtype: str = ""
+    cpu_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

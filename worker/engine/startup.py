@@ -61,6 +61,7 @@ class EngineParts:
     machine: Machine
     notes: tuple[str, ...]
     adapters: tuple[LoraAdapter, ...] = ()
+    cpu_threads: int = 0
 
 
 def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
@@ -92,7 +93,8 @@ def start_up(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     pacer = _measure_pace(config, warm_up)
     scheduler.pace = None if pacer is None else pacer.pace
     return EngineParts(folder, model, runner, scheduler, rates, eos_token_ids, grammars, pacer, machine,
-                       _notes(config, model, scheduler), adapters)
+                       _notes(config, model, scheduler), adapters,
+                       cpu_threads=torch.get_num_threads() if model.spec.device == "cpu" else 0)
 
 
 def _read_adapters(config: EngineConfig, folder: ModelFolder) -> tuple[LoraAdapter, ...]:

@@ -8,7 +8,6 @@ process answers /livez while the model loads.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 
@@ -23,6 +22,7 @@ from worker.protocol.addresses import is_loopback
 from worker.protocol.http_mistakes import PrivateAppRunner
 from worker.protocol.logs import configure_logging, get_logger
 from worker.server import handlers, kv_routes, model_routes, ops_routes, prewarm_route
+from worker.server.cpu_share import usable_cores
 from worker.server.error_middleware import error_middleware
 from worker.server.events_publisher import EventsPublisher, PortTakenError
 from worker.server.intake import FOREIGN
@@ -54,7 +54,7 @@ def run(config: WorkerConfig) -> int:
 
 def warn_of_threads(threads: int) -> None:
     """A line in the log where the engine has more threads than cores to run them on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     if threads > cores:
         _log.warning("more_threads_than_cores", threads=threads, cores=cores, reason="threads of one step that share "
                      "a core wait for each other", remedy="give --threads auto, or no more than there are cores")

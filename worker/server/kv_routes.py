@@ -14,9 +14,10 @@ import msgspec
 from aiohttp import web
 
 from worker import __version__
-from worker.engine.messages import EngineStats
+from worker.engine.messages import EngineReady, EngineStats
 from worker.prompt.json_body import decode_body
 from worker.protocol.cache_events import SnapshotHeader, encode_snapshot_block, encode_snapshot_header
+from worker.server.cpu_share import cpu_share
 from worker.server.intake import has_worker_token, read_body, require_worker_token
 from worker.server.model_routes import json_response
 from worker.server.shell import Phase, Shell, shell_of
@@ -58,7 +59,7 @@ async def kv_state(request: web.Request) -> web.Response:
         "draining": shell.phase in (Phase.LEAVING, Phase.DRAINING),
         "events": {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint,
                    "topic": publisher.topic},
-        **_pool(stats, shell),
+        **_pool(stats, shell, ready),
     })
 
 
@@ -111,7 +112,7 @@ def _internal_requests(request: web.Request, shell: Shell) -> str:
     return "accepted" if has_worker_token(request, shell) else "refused"
 
 
-def _pool(stats: EngineStats, shell: Shell) -> dict[str, Any]:
+def _pool(stats: EngineStats, shell: Shell, ready: EngineReady) -> dict[str, Any]:
     return {
         "blocks": {"total": stats.blocks_total, "free": stats.blocks_free, "cached": stats.blocks_cached,
                    "used": stats.blocks_used},
@@ -123,4 +124,5 @@ def _pool(stats: EngineStats, shell: Shell) -> dict[str, Any]:
                        "token_budget": stats.token_budget, "max_batch_tokens": shell.config.max_batch_tokens},
         "rates": {"prefill_tokens_per_s": stats.prefill_tokens_per_s, "decode_step_s": stats.decode_step_s},
         "computed_positions_total": stats.computed_positions_total,
+        "cpu": cpu_share(ready.cpu_threads),
     }

@@ -83,6 +83,14 @@ class Scheduling(msgspec.Struct, frozen=True):
     token_budget: int = 0
 
 
+class Cpu(msgspec.Struct, frozen=True):
+    """Where its engine computes: workers with one id share these cores."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    cores: Annotated[int, msgspec.Meta(ge=1)]
+    threads: Annotated[int, msgspec.Meta(ge=1)]
+
+
 AdapterDigest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -118,6 +126,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     load: LoadReport = LoadReport()
     rates: Rates = Rates()
     scheduling: Scheduling = Scheduling()
+    cpu: Cpu | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,8 @@ async def test_kv_states_everything_a_gateway_needs(client: aiohttp.ClientSessio
     blocks = state["blocks"]
     assert blocks["free"] + blocks["cached"] + blocks["used"] == blocks["total"] > 0
     assert state["rates"]["prefill_tokens_per_s"] > 0
+    assert len(state["cpu"].pop("id")) == 16
+    assert state["cpu"] == {"cores": len(os.sched_getaffinity(0)), "threads": 1}
     assert set(state["load"]) >= {"running", "waiting", "waiting_prefill_tokens", "running_prefill_tokens",
                                   "decode_context_tokens"}
 
