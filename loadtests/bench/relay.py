@@ -30,12 +30,15 @@ import uvloop
 
 from loadtests.bench.gateway_targets import cpu_ns
 from loadtests.bench.relay_client import Load, run_load
-from loadtests.bench.relay_prompts import SEED, SHORT, bodies
+from loadtests.bench.relay_prompts import LONG, SEED, SHORT, bodies
 from loadtests.bench.relay_worker import NUM_CHUNKS
 from loadtests.local_stack import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
+LONG_SHARE = 4  # so many chats of 1 KB to one of 32 KB
+RATIOS = ("request_us_ratio", "long_us_ratio", "chunk_us_ratio", "p50_us_ratio")
+FIGURES = ("request_us", "long_us", "chunk_us", "p50_us")
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Arm:
     pid: int
     port: int
     request_us: list[float] = field(default_factory=list)
+    long_us: list[float] = field(default_factory=list)
     chunk_us: list[float] = field(default_factory=list)
     p50_us: list[float] = field(default_factory=list)
 
@@ -74,6 +78,10 @@ def measure(arms: list[Arm], sizes: Sizes, first_seed: int = 1000) -> None:
             latencies = uvloop.run(run_load(whole))
             arm.request_us.append((cpu_ns(arm.pid) - before) / sizes.requests / 1000)
             arm.p50_us.append(statistics.median(latencies) * 1e6)
+            long = Load(arm.port, bodies(LONG, max(1, sizes.requests // LONG_SHARE), seed=seed), sizes.connections)
+            before = cpu_ns(arm.pid)
+            uvloop.run(run_load(long))
+            arm.long_us.append((cpu_ns(arm.pid) - before) / len(long.bodies) / 1000)
             asked = bodies(SHORT, sizes.streams, stream=True, seed=seed)
             streams = Load(arm.port, asked, sizes.streams, spread_s=0.5)
             before = cpu_ns(arm.pid)
@@ -158,7 +166,7 @@ def summary(arms: list[Arm]) -> dict[str, object]:
     rows = []
     for arm in arms:
         row: dict[str, object] = {"arm": arm.name, "commit": arm.commit}
-        for figure in ("request_us", "chunk_us", "p50_us"):
+        for figure in FIGURES:
             values: list[float] = getattr(arm, figure)
             row[figure] = round(statistics.median(values), 2)
             row[f"{figure}_min"] = round(min(values), 2)
@@ -171,11 +179,11 @@ def summary(arms: list[Arm]) -> dict[str, object]:
 
 def _print_table(arms: list[Arm]) -> None:
     rows: list[dict[str, object]] = summary(arms)["arms"]  # type: ignore[assignment]
-    print(f"{'arm':<24}{'commit':<20}{'us/request':>12}{'us/chunk':>12}{'p50 us':>12}   this tree / it")
+    print(f"{'arm':<24}{'commit':<20}{'us/request':>12}{'32 KB':>10}{'us/chunk':>12}{'p50 us':>12}   this tree / it")
     for row in rows:
-        shares = ", ".join(f"{row[key]:.3f}" for key in ("request_us_ratio", "chunk_us_ratio") if key in row)
-        print(f"{row['arm']:<24}{row['commit']:<20}{row['request_us']:>12}{row['chunk_us']:>12}{row['p50_us']:>12}"
-              f"   {shares}")
+        shares = ", ".join(f"{row[key]:.3f}" for key in RATIOS if key in row)
+        print(f"{row['arm']:<24}{row['commit']:<20}{row['request_us']:>12}{row['long_us']:>10}{row['chunk_us']:>12}"
+              f"{row['p50_us']:>12}   {shares}")
 
 
 def main() -> None:
@@ -194,7 +202,7 @@ def main() -> None:
     with running_arms(arguments.against) as arms:
         measure(arms, Sizes(1, 500, sizes.connections, 10), first_seed=0)  # warm-up, thrown away
         for arm in arms:
-            arm.request_us, arm.chunk_us, arm.p50_us = [], [], []
+            arm.request_us, arm.long_us, arm.chunk_us, arm.p50_us = [], [], [], []
         measure(arms, sizes)
     if arguments.json:
         print(orjson.dumps({"sizes": asdict(sizes), "date": time.strftime("%Y-%m-%d"), **summary(arms)},
