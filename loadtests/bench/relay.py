@@ -4,9 +4,10 @@
     python -m loadtests.bench.relay --against HEAD~1 --against main --json
 
 One gateway a tree, started once, in front of one worker that computes nothing (relay_worker.py), or of several in one
-process; rounds go over the arms in turn. CPU is user and system time of the gateway's threads, in nanoseconds from the kernel; `direct` sends the
-same requests to the worker and shows its CPU: what moves there is the machine. A tree named by --against is checked
-out into a temporary git worktree, so that any two states of the data path can be compared.
+process; rounds go over the arms in turn. CPU is user and system time of the gateway's threads, in nanoseconds from
+the kernel; `direct` sends the same requests to the worker and shows its CPU: what moves there is the machine. A tree
+named by --against is checked out into a temporary git worktree, so that any two states of the data path can be
+compared.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ def main() -> None:
             arm.request_us, arm.long_us, arm.chunk_us, arm.p50_us = [], [], [], []
         measure(arms, sizes)
     if arguments.json:
-        print(orjson.dumps({"sizes": asdict(sizes), "workers": arguments.workers, "date": time.strftime("%Y-%m-%d"), **summary(arms)},
+        print(orjson.dumps({"sizes": asdict(sizes), "workers": arguments.workers,
+                            "date": time.strftime("%Y-%m-%d"), **summary(arms)},
                            option=orjson.OPT_INDENT_2).decode())
     else:
         _print_table(arms)
