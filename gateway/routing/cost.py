@@ -82,6 +82,9 @@ OTHERS_DOUBT_RATIO = 0.2
 OTHERS_HOLD_RATIO = 2.0
 PRICE_MAX_S = 1.0
 SESSION_BONUS_TOKENS = 32
+# Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
+TIE_RATIO = 0.01
+TIE_S = 1e-6
 # Keeps a least cost under the cost when both are rounded.
 _ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__

@@ -29,6 +29,7 @@ class Holdings:
     def __init__(self, tree: BlockTree) -> None:
         self.sets = HolderSets()
         self._tree = tree
+        self._depth_of_last = 0   # of the last prompt, how far it was known, where it was not wholly so
         tree.set_of[ROOT] = EVERYBODY
 
     def bits_of(self, block: int, claims: Claims) -> int:
@@ -191,6 +192,13 @@ class Holdings:
         """(index, id) of the last known block: a parent stays for as long as its children, so this is a bisection."""
         find = self._tree.find
         low, block, high = 0, first, len(hashes) - 1
+        guess = self._depth_of_last
+        if 0 < guess < high - 1 and (found := find(hashes[guess])):   # prompts share their beginning, and its length
+            low, block = guess, found
+            if found := find(hashes[guess + 1]):
+                low, block = guess + 1, found
+            else:
+                high = guess + 1
         while high - low > 1:
             middle = (low + high) >> 1
             found = find(hashes[middle])
@@ -198,6 +206,7 @@ class Holdings:
                 low, block = middle, found
             else:
                 high = middle
+        self._depth_of_last = low
         return low, block
 
     def _edges(self, hashes: Sequence[int], first: int, last: tuple[int, int]) -> list[tuple[int, int, int]]:

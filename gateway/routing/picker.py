@@ -19,6 +19,8 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway.routing.cost import (
+    TIE_RATIO,
+    TIE_S,
     BusyStepOf,
     CandidateCost,
     Rates,
@@ -36,17 +38,14 @@ from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS
 from gateway.routing.prefix_index import NO_MATCH, Match
 from gateway.routing.room_floor import RoomFloors
 from gateway.routing.shared_cores import Crowding
+from gateway.routing.usual_cost import Standings, cheapest
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
 Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "excluded"]
 
-# Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
-TIE_RATIO = 0.01
-TIE_S = 1e-6
 # From so many on that wait for memory, floors for the rest are worth their while, if there are so many of these.
 WAITING_MIN = 4
 FLOORS_MIN = 12
-FEW_MAX = FLOORS_MIN
 _NO_NEED = Rates()
 _NO_MATCHES: Mapping[str, Match] = {}
 
@@ -58,7 +57,8 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths`, `chain`, `busy_step_of` and `crowding` are for cost.Work.
+    `streams_of`, `lengths`, `chain`, `busy_step_of` and `crowding` are for cost.Work. `standings` changes nothing but
+    the time that it takes: what is remembered of the endpoints, for the next decision too.
     """
 
     endpoints: Sequence[EndpointView]
@@ -80,6 +80,7 @@ class PickInput(Struct, frozen=True, gc=False):
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
     crowding: Mapping[str, Crowding] = {}
+    standings: Standings | None = None
 
     def work(self) -> Work:
         """What the request needs."""
@@ -164,6 +165,17 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
 
     Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
     """
+    if given.standings is not None and (found := cheapest(given, given.standings)) is not None:
+        view, cost, most, views = found
+        confirmed = min(given.matches.get(view.endpoint_id, NO_MATCH)[0] * view.block_size,
+                        cost.matched_tokens) if given.matches else 0
+        return RoutingDecision(view.endpoint_id, view.epoch, _reason(given, view, cost, (), most=most),
+                               cost.matched_tokens, confirmed, cost.matched_tokens - confirmed, cost.uncached_tokens,
+                               cost, most, (given, views))
+    return _pick_by_least_costs(given)
+
+
+def _pick_by_least_costs(given: PickInput) -> RoutingDecision | NoEndpoint:
     views: list[EndpointView] | NoEndpoint = _usual(given)
     if not views:
         views = eligible(given)
@@ -208,33 +220,10 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list
             break
     matches, work = given.matches or _NO_MATCHES, given.work()
     least, most = least_costs(views, matches, given.loads, work, rates=rates, session=given.session_endpoint_id)
-    if len(views) <= FEW_MAX:
-        priced = _price_few(given, views, least, (work, rates))
-    else:
-        pricing = _Pricing(given, views, rates, work)
-        pricing.price_likely(least)
-        priced = pricing.priced
-    order = sorted(priced)
-    return order, [priced[at] for at in order], most
-
-
-def _price_few(given: PickInput, views: Sequence[EndpointView], least: Sequence[float],
-               figures: tuple[Work, Rates]) -> dict[int, CandidateCost]:
-    """As _Pricing.price_likely() where there are too few for floors, without an object for it."""
-    matches, loads, session = given.matches or _NO_MATCHES, given.loads, given.session_endpoint_id
-    work, rates = figures
-    priced: dict[int, CandidateCost] = {}
-    reach = math.inf
-    likeliest = least.index(min(least))
-    for at in (likeliest, *range(len(views))):
-        if least[at] <= reach and at not in priced:
-            view = views[at]
-            endpoint_id = view.endpoint_id
-            cost = priced[at] = candidate_cost(view, matches.get(endpoint_id, NO_MATCH),
-                                               loads.get(endpoint_id, NO_LOAD), work, rates=rates,
-                                               in_session=endpoint_id == session)
-            reach = min(reach, _reach(cost.total_s))
-    return priced
+    pricing = _Pricing(given, views, rates, work)
+    pricing.price_likely(least)
+    order = sorted(pricing.priced)
+    return order, [pricing.priced[at] for at in order], most
 
 
 class _Pricing:

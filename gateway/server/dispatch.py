@@ -25,6 +25,7 @@ from gateway.routing.load_ledger import Footprint, LoadLedger, LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.policies import Policy
 from gateway.routing.prefix_index import NO_MATCH, Match, PrefixIndex, Speculation
+from gateway.routing.usual_cost import Standings
 from gateway.server.breakers import Breakers
 from gateway.server.learning import Learning
 from gateway.server.placement import Books, Placement
@@ -90,6 +91,7 @@ class Dispatcher:
         self._turns = itertools.count()
         self.learning = Learning()
         self._prefills = Prefills()
+        self._standings = Standings()
         self._books = Books(table, index, breakers, self.learning, self._prefills)
         self._notes = notes
         if notes is not None:
@@ -105,7 +107,7 @@ class Dispatcher:
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
         endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
-        num_tokens, session = prompt.num_prompt_tokens, prompt.session
+        num_tokens, session = len(prepared.prompts[0]), prompt.session
         given = PickInput(
             endpoints=learning.with_rates(self._table.views(endpoints, loads), num_tokens),
             session_endpoint_id=None if session is None else learning.endpoint_of(session),
@@ -117,7 +119,8 @@ class Dispatcher:
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
-            chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads))
+            chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads),
+            standings=self._standings)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -151,7 +154,7 @@ class Dispatcher:
                      loads: Mapping[str, LoadView]) -> frozenset[str]:
         """Those excluded, full or doubtful; mostly nobody."""
         full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= self._max_inflight]
-        blocked = self._breakers.blocked(endpoints)
+        blocked = self._breakers.blocked(endpoints) if self._breakers.may_be_open else ()
         return excluded.union(full, blocked) if full or blocked else excluded
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
@@ -160,9 +163,9 @@ class Dispatcher:
         endpoint = self._table.get(decision.endpoint_id)
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
-        scheme, num_tokens, now = endpoint.scheme, prompt.prepared.num_tokens, time.monotonic()
-        others = num_tokens - prompt.num_prompt_tokens
-        chain = prompt.prepared.chain(scheme)
+        scheme, prepared, now = endpoint.scheme, prompt.prepared, time.monotonic()
+        chain, num_tokens = prepared.chain(scheme), prepared.num_tokens
+        others = num_tokens - len(prepared.prompts[0])
         booking = self._ledger.book(
             decision.endpoint_id, decision.epoch, prefill_tokens=decision.uncached_tokens + others,
             context_tokens=num_tokens, footprint=Footprint(
@@ -270,10 +273,9 @@ class Choosing:
 
     def note(self, placement: Placement) -> None:
         """This one answers."""
-        record, decision = self._record, placement.decision
-        knowledge = placement.endpoint.knowledge
-        record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
-        report = placement.endpoint.report
+        record, decision, endpoint = self._record, placement.decision, placement.endpoint
+        knowledge, report = endpoint.knowledge, endpoint.report
+        record.worker_id, record.reason, record.knowledge = decision.endpoint_id, decision.reason, knowledge.value
         rates = (0.0, 0.0) if report is None else (report.rates.prefill_tokens_per_s, report.rates.decode_step_s)
         self._dispatcher.learning.placed(record, decision, self._prompt.session, reported=rates)
         record.matched_tokens = decision.matched_tokens
@@ -281,7 +283,7 @@ class Choosing:
         record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
         if record.cacheable_tokens:
-            self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
+            self._dispatcher.note_prefix(self._prompt, endpoint, record.cacheable_tokens)
 
 
 def _confirmed_blocks(decision: RoutingDecision) -> int | None:

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from gateway.routing import cost
 from gateway.routing.busy_steps import FIXED_STREAMS, BusySteps
+from gateway.routing.cost import TIE_RATIO, TIE_S
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
-from gateway.routing.picker import TIE_RATIO, TIE_S, PickInput
+from gateway.routing.picker import PickInput
 from gateway.routing.prefix_index import NO_MATCH
 
 # Wider than the picker's ties by more than the estimate's rounding.

@@ -22,6 +22,7 @@ from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from gateway.routing.rate_estimator import Stretch
 from gateway.routing.shared_cores import CoreSet, Crowding, crowding_of
+from gateway.routing.usual_cost import Standings
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
 from loadtests.sim.policies.routing_policy import RoutingPolicy
 from loadtests.sim.sim_copies import MODEL, SimCopies, book_copy, whole_holders
@@ -78,6 +79,7 @@ class SimGateway:
         self._known = {worker_id: _Known(position, first_report, LoadView())
                        for position, worker_id in enumerate(worker_ids)}
         self._views: list[EndpointView] = []
+        self._standings = Standings()
         self._copies = SimCopies(scheme.block_size) if makes_copies and policy.makes_copies else None
         self._siblings = [self]   # who books in this ledger
         self._core_sets = core_sets
@@ -93,7 +95,8 @@ class SimGateway:
             expected_output_tokens=self._outputs.expected(""), random_ratio=self._draw.random(), turn=self._turn,
             now=now, shared_ratio=self._ledger.shared_ratio, stretch=self._stretch.ratio,
             streams_of=self._ledger.streams, lengths=self._outputs.profile(""), chain=hashes,
-            busy_step_of=self._busy_steps.step_s, crowding=self._crowding()), request)
+            busy_step_of=self._busy_steps.step_s, crowding=self._crowding(),
+            standings=self._standings), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)

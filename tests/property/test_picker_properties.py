@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
-from gateway.routing.cost import CandidateCost, Rates, Work, candidate_cost, least_costs
+from gateway.routing.cost import TIE_RATIO, TIE_S, CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Stream
-from gateway.routing.picker import TIE_RATIO, TIE_S, NoEndpoint, PickInput, RoutingDecision, pick
+from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision, pick
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefix_index import Match
 from tests.support.plain_choice import check_as_if_all_were_priced

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.routing.picker import TIE_RATIO, TIE_S, RoutingDecision
+from gateway.routing.cost import TIE_RATIO, TIE_S
+from gateway.routing.picker import RoutingDecision
 
 
 def check_as_if_all_were_priced(decision: RoutingDecision, random_ratio: float) -> None:
