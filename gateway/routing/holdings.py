@@ -29,7 +29,7 @@ class Holdings:
     def __init__(self, tree: BlockTree) -> None:
         self.sets = HolderSets()
         self._tree = tree
-        self._depth_of_last = 0   # of the last prompt, how far it was known, where it was not wholly so
+        self._depth_of_last = 0   # the last index that was known of the last prompt that was not wholly known
         tree.set_of[ROOT] = EVERYBODY
 
     def bits_of(self, block: int, claims: Claims) -> int:
@@ -136,9 +136,12 @@ class Holdings:
         first = find(hashes[0]) if hashes else NOTHING
         if not first:
             return []
-        last_index, last = len(hashes) - 1, find(hashes[-1])
-        if not last:
-            last_index, last = self._deepest(hashes, first)
+        last_index = self._depth_of_last   # prompts share their beginning, and so its length
+        if not (0 < last_index < len(hashes) - 1 and (last := find(hashes[last_index]))
+                and not find(hashes[last_index + 1])):
+            last_index, last = len(hashes) - 1, find(hashes[-1])
+            if not last:
+                last_index, last = self._deepest(hashes, first)
         number = set_of[last]
         if set_of[first] == number:
             return [(last_index + 1, reached[number])]
@@ -192,13 +195,6 @@ class Holdings:
         """(index, id) of the last known block: a parent stays for as long as its children, so this is a bisection."""
         find = self._tree.find
         low, block, high = 0, first, len(hashes) - 1
-        guess = self._depth_of_last
-        if 0 < guess < high - 1 and (found := find(hashes[guess])):   # prompts share their beginning, and its length
-            low, block = guess, found
-            if found := find(hashes[guess + 1]):
-                low, block = guess + 1, found
-            else:
-                high = guess + 1
         while high - low > 1:
             middle = (low + high) >> 1
             found = find(hashes[middle])

@@ -31,7 +31,9 @@ class Breakers:
 
     def begin(self, endpoint: Endpoint) -> BreakerPass:
         """A request goes there."""
-        return self._of(endpoint).begin()
+        known = self._breakers.get(endpoint.endpoint_id)
+        breaker = known[1] if known is not None and known[0] == endpoint.joined_epoch else self._of(endpoint)
+        return breaker.begin()
 
     def blocked(self, endpoints: Sequence[Endpoint]) -> frozenset[str]:
         """Those that should not get a request now; none unless `may_be_open`."""

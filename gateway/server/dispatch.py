@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from gateway import errors
-from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
+from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
@@ -301,7 +301,7 @@ def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     """Whether the worker gets the client's JSON alone: without a shared token, or when its tokens are not ours."""
     if not worker_token or endpoint.token_refused:
         return True
-    return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+    return not endpoint.compatible
 
 
 def _history_blocks_max(endpoint: Endpoint) -> int | None:
