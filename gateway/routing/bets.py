@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
+from msgspec import Struct
+
 from gateway.routing.claims import Claims
 
 VOID_BETS_MAX = 256
@@ -17,22 +19,19 @@ LOOK_AGAIN_S = 5.0   # at a bet that is held
 _NO_BLOCKS = array("i")   # nobody adds to it
 
 
-class Speculation:
+class Speculation(Struct, eq=False, gc=False):
     """The bet of one booking. Give it to withdraw() when the request failed before its first byte.
 
     It is on blocks of the tree, or *unplaced* (unplaced_bets.py): then on the hashes of `chain` from `depth` on.
     """
 
-    __slots__ = ("_blocks", "_ttl_s", "chain", "claims", "depth", "expires_at", "serial")
-
-    def __init__(self, claims: Claims, expires_at: float, serial: int) -> None:
-        self.claims = claims
-        self._blocks = _NO_BLOCKS
-        self.chain: Sequence[int] = ()
-        self.depth = 0
-        self.expires_at = expires_at
-        self.serial = serial
-        self._ttl_s = 0.0
+    claims: Claims
+    expires_at: float
+    serial: int
+    chain: Sequence[int] = ()
+    depth: int = 0
+    _blocks: array[int] = _NO_BLOCKS
+    _ttl_s: float = 0.0
 
     def place(self, blocks: array[int]) -> None:
         """It is on these blocks, and no longer unplaced."""
