@@ -82,6 +82,8 @@ class OpenBets:
         """`bet` is on at least one block."""
         self.num_blocks += bet.num_blocks
         heappush(self._heap, (bet.expires_at, bet.serial, bet))
+        if self._num_void > len(self._heap) // 2 + VOID_BETS_MAX:
+            self._forget_void()
 
     def take(self, bet: Speculation) -> array[int]:
         """See Speculation.take(); the bet is void from now on."""
@@ -112,9 +114,12 @@ class OpenBets:
             heappop(heap)
             self._num_void -= 1
         if self._num_void > len(heap) // 2 + VOID_BETS_MAX:
-            self._heap = [entry for entry in heap if entry[2].num_blocks]
-            heapify(self._heap)
-            self._num_void = 0
+            self._forget_void()
+
+    def _forget_void(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[2].num_blocks]
+        heapify(self._heap)
+        self._num_void = 0
 
     def check_invariants(self) -> None:
         """AssertionError names what is wrong."""
