@@ -180,13 +180,13 @@ async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
     lost or silent for too long, OverTime; until then a comment goes to the client after every `keepalive_s` of
     silence. Chunks on the shortcut move no timer: now and then it is looked when the last one came."""
     silent_s, comment_s = 0.0, limits.keepalive_s
-    num_passed, take = 0, None
+    num_passed, takers = 0, None
     if shortcut is not None:
-        num_passed, take = shortcut.num_chunks, shortcut.take
+        num_passed, takers = shortcut.num_chunks, shortcut.takers
     while True:
         wait_s = max(0.0, min(LOST_LOOK_S, comment_s - silent_s, limits.chunk_gap_s - silent_s))
         try:
-            return await answer.response.read_chunk(wait_s, take)
+            return await answer.response.read_chunk(wait_s, takers)
         except TimeoutError:
             silent_s += wait_s
         if shortcut is not None and shortcut.num_chunks != num_passed:
