@@ -168,6 +168,29 @@ class Exchange:
         self.status, self.headers = self._parser.head
         return b"".join(self._chunks)
 
+    def stream_began(self) -> bytes | None:
+        """What has come of a body that goes on, if it begins well; it still is to be read."""
+        head = self._parser.head
+        if head is None or self._connection is None or not self._chunks:
+            return None
+        self.status, self.headers = head
+        return b"".join(self._chunks)
+
+    def pass_on(self, takers: Takers) -> None:
+        """Nobody reads: what has come is dealt with, and what comes is for `takers`; on_news tells of what is not."""
+        self._chunks.clear()
+        self._num_buffered = 0
+        self._offer(takers)
+
+    def hold(self) -> None:
+        """The end of pass_on(): what comes from now on is for a reader."""
+        self._offer(None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it came, well, and is dealt with."""
+        return self._parser.is_complete and self._failure is None and not self._chunks
+
     @property
     def has_body_or_end(self) -> bool:
         """Whether there is something to read: body bytes, the end, or a failure."""

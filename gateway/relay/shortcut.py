@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
+from typing import NamedTuple
 
 from gateway.relay.response_parser import CHUNK_SIZES
 from gateway.relay.sse import StreamTail
@@ -28,19 +29,24 @@ class Shortcut:
 
     __slots__ = ("_came", "_passed", "_send", "_tail", "_transcript", "last_chunk_at", "num_chunks")
 
-    def __init__(self, send: SendNow, tail: StreamTail, transcript: Transcript | None) -> None:
+    def __init__(self, send: SendNow, tail: StreamTail, transcript: Transcript | None,
+                 last_chunk_at: float = 0.0) -> None:
         self._send = send
         self._tail = tail
         self._transcript = transcript
         self._came: list[bytes] = []
         self._passed: list[bytes] = []
         self.num_chunks = 0
-        self.last_chunk_at = 0.0
+        self.last_chunk_at = last_chunk_at
 
     @property
     def takers(self) -> Takers:
         """See UpstreamResponse."""
         return Takers(self.take, self.take_framed)
+
+    def send_through(self, send: SendNow) -> None:
+        """From now on."""
+        self._send = send
 
     def take(self, chunk: bytes) -> bool:
         """Pass this chunk on, unless it needs thought."""
@@ -85,3 +91,17 @@ class Shortcut:
             passed, self._passed = b"".join(self._passed), []
             if passed:
                 self._tail.feed(passed)
+
+
+class SoFar(NamedTuple):
+    """A stream whose first bytes have gone to its client, and what has followed them on the shortcut."""
+
+    shortcut: Shortcut
+    tail: StreamTail
+    transcript: Transcript | None
+    first_chunk_at: float
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the worker's."""
+        return 1 + self.shortcut.num_chunks
