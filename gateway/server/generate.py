@@ -108,7 +108,7 @@ class Generate:
                                       self._config.first_byte_timeout_s))
         self._request_log = RequestLog(__name__, state.metrics.observe)
         state.metrics.before_read = self._request_log.flush
-        state.metrics.add(PromptMemoryCollector(state.joining, self._reading.replies))
+        state.metrics.add(PromptMemoryCollector(state.joining, self._reading.beginnings, self._reading.replies))
         self._beginning = Beginning(self._config, upstream, count_hedge=state.metrics.hedged)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False

@@ -12,14 +12,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.knowledge.joining import Joining
+from gateway.server.beginnings import Beginnings
 from gateway.server.replies import ReplyMemory
 
 
 class PromptMemoryCollector(Collector):
     """Every model that has a reference, and the replies of all of them."""
 
-    def __init__(self, joining: Joining, replies: ReplyMemory) -> None:
+    def __init__(self, joining: Joining, beginnings: Beginnings, replies: ReplyMemory) -> None:
         self._joining = joining
+        self._beginnings = beginnings
         self._replies = replies
 
     def collect(self) -> Iterator[Metric]:
@@ -40,6 +42,10 @@ class PromptMemoryCollector(Collector):
             replies.add_metric([outcome], count)
         yield segments
         yield held
+        yield CounterMetricFamily("headstart_chat_beginnings_found", "Long chats whose beginning was known.",
+                                  value=self._beginnings.num_found)
+        yield GaugeMetricFamily("headstart_chat_beginnings_bytes", "Memory of beginnings of long chats.",
+                                value=self._beginnings.num_bytes)
         yield replies
         yield GaugeMetricFamily("headstart_reply_memory_bytes", "Memory of replies spelled in a way of their own.",
                                 value=self._replies.num_bytes)

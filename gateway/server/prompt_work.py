@@ -15,12 +15,13 @@ from typing import TypeVar
 from msgspec import Struct
 
 from gateway.admission.cache_salt import CacheSalt
+from gateway.server.beginnings import Beginning
 from gateway.server.prompt_limit import PromptLimit
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest, CompletionRequest
 from worker.prompt.segment_encoder import Replies
 from worker.protocol.api_error import ApiError
-from worker.protocol.block_hash import HashScheme, block_hashes
+from worker.protocol.block_hash import ExtraKey, HashScheme, block_hashes
 from worker.protocol.logs import get_logger
 
 # Rendering and tokenising run at about 1 MB/s: below this a hop to a thread costs more than it frees.
@@ -36,6 +37,7 @@ _log = get_logger(__name__)
 PromptRequest = ChatRequest | CompletionRequest
 SaltOf = Callable[[Sequence[Sequence[int]]], CacheSalt]
 """The salt for these prompts: how much of it is public depends on their tokens."""
+HashesOf = Callable[[Sequence[int], HashScheme, tuple[ExtraKey, ...]], list[int]]
 
 
 class PreparedPrompt(Struct, frozen=True, gc=False):
@@ -67,7 +69,7 @@ class PreparedPrompt(Struct, frozen=True, gc=False):
 
 class PromptTask(Struct, gc=False):
     """One request's prompt, and what is to be made of it. `scope` names who may notice that a prompt's beginning was
-    tokenised before; `text`: the rendered prompt, once that has been done."""
+    tokenised before; `text`: the rendered prompt, once that has been done; `beginning`: what its body begins with."""
 
     renderer: PromptRenderer
     request: PromptRequest
@@ -78,6 +80,7 @@ class PromptTask(Struct, gc=False):
     limit: PromptLimit | None = None
     replies: Replies | None = None
     text: str | None = None
+    beginning: Beginning | None = None
 
     @property
     def is_suspect(self) -> bool:
@@ -101,9 +104,15 @@ class PromptWork:
             return None
         began_at = time.perf_counter()
         task.text = task.renderer.chat_text(request)
-        known = task.renderer.chat_packed_if_known(request, task.text, scope=task.scope,
-                                                   max_new_chars=ON_LOOP_NEW_CHARS, replies=task.replies)
-        return None if known is None else _hashed(task, [known], began_at)
+        beginning = task.beginning
+        if beginning is not None and (task.replies or not beginning.begins(task.renderer, task.text)):
+            beginning = None
+        known = task.renderer.chat_packed_if_known(
+            request, task.text, scope=task.scope, max_new_chars=ON_LOOP_NEW_CHARS, replies=task.replies,
+            begins=None if beginning is None else beginning.known)
+        if known is None:
+            return None
+        return _hashed(task, [known], began_at, block_hashes if beginning is None else beginning.hashes)
 
     async def prepare(self, task: PromptTask) -> PreparedPrompt:
         """Render, tokenise and hash, in a prompt thread unless at_once() can. ApiError 400 for what cannot be
@@ -161,10 +170,11 @@ def _prepare(task: PromptTask) -> PreparedPrompt:
     return _hashed(task, prompts, began_at)
 
 
-def _hashed(task: PromptTask, prompts: list[Sequence[int]], began_at: float) -> PreparedPrompt:
+def _hashed(task: PromptTask, prompts: list[Sequence[int]], began_at: float,
+            hashes_of: HashesOf = block_hashes) -> PreparedPrompt:
     if task.limit is not None:
         task.limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()
     salt = task.salt_of(prompts)
-    hashes = {scheme: block_hashes(prompts[0], scheme, salt.extra_keys) for scheme in task.schemes}
+    hashes = {scheme: hashes_of(prompts[0], scheme, salt.extra_keys) for scheme in task.schemes}
     return PreparedPrompt(prompts, hashes, salt, tokenized_at - began_at, time.perf_counter() - tokenized_at)

@@ -19,14 +19,16 @@ from gateway.knowledge.endpoint_table import ModelService
 from gateway.knowledge.joining import ModelReference
 from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 from gateway.server.admission import Ask, Visit
+from gateway.server.beginnings import BEGINNINGS_SHARE, BODY_MIN_BYTES, Beginnings
 from gateway.server.dispatch import Dispatcher, RoutedPrompt
 from gateway.server.foreign import Way
-from gateway.server.generate_route import GenerateRoute
+from gateway.server.generate_route import CHAT, GenerateRoute
 from gateway.server.prompt_limit import PromptLimit
 from gateway.server.prompt_work import PreparedPrompt, PromptRequest, PromptTask, PromptWork
 from gateway.server.replies import Learn, Remembering
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
+from worker.prompt.requests import ChatRequest
 
 # Parsing runs at some 300 MB/s; what takes longer than a millisecond is done in a prompt thread.
 ON_LOOP_PARSE_BYTES = 256 * 1024
@@ -79,6 +81,7 @@ class Reading:
         self._dispatcher = dispatcher
         self._prompt_work = prompt_work
         self._remembering = Remembering(state.config, prompt_work)
+        self.beginnings = Beginnings(state.config.text_memory_bytes // BEGINNINGS_SHARE)
         self.replies = self._remembering.memory
 
     async def take_in(self, given: Given) -> Intake:
@@ -94,7 +97,23 @@ class Reading:
         if len(given.body) > ON_LOOP_PARSE_BYTES:
             return None
         began_at = time.perf_counter()
+        if given.route is CHAT and len(given.body) >= BODY_MIN_BYTES:
+            return self._plan_long_chat(given, began_at)
         return self._plan(given, given.route.read(given.body), began_at)
+
+    def _plan_long_chat(self, given: Given, began_at: float) -> Plan:
+        """With what is known of how its body begins, or has to be understood of that from now on."""
+        body, scope, beginnings = given.body, given.tenant.text_scope, self.beginnings
+        beginning, to_learn = beginnings.find(scope, body)
+        request = None if beginning is None else beginnings.read(beginning, body)
+        if request is None:
+            plan = self._plan(given, given.route.read(body), began_at)
+        else:
+            plan = self._plan(given, (body, request, None), began_at)
+            plan.task.beginning = beginning
+        if to_learn is not None and isinstance(plan.parsed, ChatRequest):
+            beginnings.learn(scope, body, to_learn, request=plan.parsed, renderer=plan.reference.renderer)
+        return plan
 
     def take_in_at_once(self, given: Given, plan: Plan) -> Intake | None:
         """The second half of take_in(), or None where that is no work for the event loop."""

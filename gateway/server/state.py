@@ -13,6 +13,7 @@ from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.access import Access
 from gateway.server.admission import Admission
+from gateway.server.beginnings import BEGINNINGS_SHARE
 from gateway.server.breakers import Breakers
 from gateway.server.metrics import GatewayMetrics
 from gateway.shared.membership import Membership
@@ -44,5 +45,5 @@ def new_state(config: GatewayConfig, table: EndpointTable, access: Access,
                                              max(config.breaker_open_s, config.breaker_open_max_s)))
     metrics.watch_queue(lambda: admission.num_waiting)
     metrics.watch_breakers(breakers.states)
-    return GatewayState(config, table, index, ledger, writer, Joining(table, config.text_memory_bytes), metrics,
-                        access, admission, breakers)
+    joining = Joining(table, config.text_memory_bytes - config.text_memory_bytes // BEGINNINGS_SHARE)
+    return GatewayState(config, table, index, ledger, writer, joining, metrics, access, admission, breakers)

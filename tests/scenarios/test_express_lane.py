@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.server.express import TOGETHER_MAX
 from tests.integration.test_gateway_tenants import KEY_A, KEY_C, as_key, keys_file
+from tests.property.test_prefix_encoder_properties import tokenizer_named
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
     Behaviour,
@@ -26,6 +27,9 @@ from tests.support.stub_worker import (
     refuse,
     running,
 )
+from worker.prompt.renderer import PromptRenderer
+from worker.prompt.requests import parse_chat
+from worker.prompt.tokenizer import TokenizerBundle
 
 WAIT_S = 20.0
 _DIFFERS = re.compile(rb"(?i)(date|server|x-request-id|x-headstart-matched-tokens): [^\r]*")
@@ -55,8 +59,9 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(*, num_workers: int = 1, **settings: object) -> AsyncIterator[tuple[StubWorker, GatewayUnderTest]]:
-    stubs = [StubWorker(worker_token=WORKER_TOKEN) for _ in range(num_workers)]
+async def serving(*, num_workers: int = 1, bundle: TokenizerBundle | None = None,
+                  **settings: object) -> AsyncIterator[tuple[StubWorker, GatewayUnderTest]]:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN, bundle=bundle) for _ in range(num_workers)]
     async with running(*stubs), running_gateway(*(stub.url for stub in stubs), **settings) as gateway:
         await gateway.until_exact(num_workers=num_workers)
         yield stubs[0], gateway
@@ -143,6 +148,21 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses == [b"200", b"200", b"400", b"200"]
         assert await counted(gateway, "handed_over") == 1
         assert len(stub.seen) == 5, "each was sent once"
+
+
+async def test_long_chats_that_begin_alike_are_what_they_were() -> None:
+    bundle = tokenizer_named("tiny").bundle
+    async with serving(bundle=bundle) as (stub, gateway), in_lane(gateway) as client:
+        front = {"role": "system", "content": "as ever " * 600}
+        chats = [[front, {"role": "user", "content": f"and {number}"}] for number in range(6)]
+        bodies = [orjson.dumps({"model": "stub", "seed": 1, "messages": messages}) for messages in chats]
+        for body in bodies:
+            assert b" 200 OK" in await client.ask(post(body))
+        assert await gateway.metric("headstart_chat_beginnings_found_total") >= 3
+        assert await gateway.metric("headstart_chat_beginnings_bytes") > 3 * 4800
+        renderer = PromptRenderer(bundle)
+        assert [seen.prompt for seen in stub.seen[-6:]] == [renderer.chat(parse_chat(body)) for body in bodies]
+        assert b'"param":"seed"' in await client.ask(post(bodies[0][:-1] + b',"seed":2}'))
 
 
 async def test_more_than_take_their_steps_together_are_all_answered() -> None:

@@ -79,11 +79,11 @@ class StubWorker:
     """start() and stop() may alternate: each start is another life with another epoch on the same HTTP port."""
 
     def __init__(self, *, model: str = "stub", worker_token: str = "", chat_template: str | None = CHAT_TEMPLATE,
-                 exactness: str = "fast", max_context: int = 4096) -> None:
+                 exactness: str = "fast", max_context: int = 4096, bundle: TokenizerBundle | None = None) -> None:
         self.model = model
         self.worker_token = worker_token
         self.max_context = max_context
-        self.bundle = byte_bundle(chat_template)
+        self.bundle = bundle or byte_bundle(chat_template)
         self.renderer = PromptRenderer(self.bundle)
         self.scheme = HashScheme(block_size=BLOCK_SIZE, seed=b"stub", model=model, weights="w",
                                  tokenizer=self.bundle.tokenizer_digest, template=self.bundle.template_digest,

@@ -124,7 +124,7 @@ def check_nesting(body: bytes) -> None:
 
 def _check_num_keys(body: bytes) -> None:
     """ApiError 400 when there are more than MAX_JSON_KEYS colons outside of strings, before anything is built."""
-    if body.count(b":") <= MAX_JSON_KEYS:
+    if len(body) <= MAX_JSON_KEYS or body.count(b":") <= MAX_JSON_KEYS:
         return
     colons = _outside_of_strings(body, _NO_COLONS_OR_QUOTES, MAX_JSON_KEYS)
     if colons is None or len(colons) > MAX_JSON_KEYS:

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from worker.prompt.chat_template import ChatTemplate
 from worker.prompt.requests import (
     ChatRequest,
@@ -18,7 +20,7 @@ from worker.prompt.requests import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from worker.prompt.segment_encoder import Replies
+from worker.prompt.segment_encoder import KnownText, Replies
 from worker.prompt.tokenizer import TEXT_MEMORY_BYTES, PromptTokenizer, TokenizerBundle
 from worker.prompt.tool_style import style_of_template
 from worker.protocol.api_error import ApiError, invalid_request
@@ -57,14 +59,24 @@ class PromptRenderer:
         return token_ids
 
     def chat_packed_if_known(self, request: ChatRequest, text: str, *, scope: str, max_new_chars: int,
-                             replies: Replies | None = None) -> array[int] | None:
-        """chat_packed() in next to no time, or None: when more than so many characters of `text` are new."""
+                             replies: Replies | None = None, begins: KnownText | None = None) -> array[int] | None:
+        """chat_packed() in next to no time, or None: when more than so many characters of `text` are new. `begins`:
+        what known_beginning() gave for some text that this one begins with."""
         token_ids = self.tokenizer.encode_if_known(text, scope=scope, max_new_chars=max_new_chars,
-                                                   replies=replies)
+                                                   replies=replies, begins=begins)
         if token_ids is not None:
             self._check_logit_bias(request)
             self._check_ids(token_ids, "messages")
         return token_ids
+
+    def known_beginning(self, request: ChatRequest, *, scope: str) -> KnownText | None:
+        """What prompts of chats that go on from these messages mostly begin with; None unless it is remembered."""
+        try:
+            text = self.chat_text(msgspec.structs.replace(request, add_generation_prompt=False,
+                                                          continue_final_message=False))
+        except ApiError:
+            return None     # these messages alone are no conversation to this template
+        return self.tokenizer.known_beginning(text, scope=scope)
 
     def chat_text(self, request: ChatRequest | TokenizeRequest) -> str:
         """The rendered prompt before tokenising."""

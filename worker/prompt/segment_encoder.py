@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from worker.prompt.cut_rules import never_overlap
 from worker.prompt.prefix_encoder import PrefixEncoder
 from worker.prompt.reply_stretches import StretchKey
 from worker.prompt.segment_memory import SegmentMemory
@@ -34,6 +35,13 @@ class Replies(Protocol):
         ...
 
 
+class KnownText(NamedTuple):
+    """The beginning of a text, up to the end of an added token in it, and its ids, which nobody changes."""
+
+    text: str
+    token_ids: array[int]
+
+
 class SegmentEncoder:
     """`boundaries` are the added tokens and their ids, `encode` gives the ids of stretches without any of them.
 
@@ -46,6 +54,7 @@ class SegmentEncoder:
         self._split = re.compile(f"({_alternation(boundaries)})").split
         self.contents = {token_id: content for content, token_id in boundaries.items()}
         self._ids = {content: array("I", [token_id]) for content, token_id in boundaries.items()}
+        self._never_overlap = never_overlap(tuple(boundaries))
         self._encode = encode
         self._prefixes = prefixes
 
@@ -66,14 +75,28 @@ class SegmentEncoder:
         pieces = self._look_up(self._parts(text, replies), scope, new)
         return _joined(pieces, self._add(new, scope) if new else {})
 
-    def encode_if_known(self, text: str, scope: str, max_new_chars: int,
-                        replies: Replies | None = None) -> array[int] | None:
-        """The ids of a text of which no more than so many characters have to be tokenised; None when it is more."""
+    def encode_if_known(self, text: str, scope: str, max_new_chars: int, replies: Replies | None = None, *,
+                        begins: KnownText | None = None) -> array[int] | None:
+        """The ids of a text of which no more than so many characters have to be tokenised; None when it is more.
+
+        `begins`: a beginning() of it, in the same scope; not where there are replies, which may spell it otherwise.
+        """
         new: list[str] = []
-        pieces = self._look_up(self._parts(text, replies), scope, new)
+        rest = text if begins is None else text[len(begins.text):]
+        pieces = self._look_up(self._parts(rest, replies), scope, new)
         if new and sum(map(len, new)) > max_new_chars:
             return None
-        return _joined(pieces, self._add(new, scope) if new else {})
+        behind = _joined(pieces, self._add(new, scope) if new else {})
+        return behind if begins is None else begins.token_ids + behind
+
+    def beginning(self, text: str, scope: str) -> KnownText | None:
+        """As much of a text as ends in an added token, if all of that is remembered. Texts that begin so have these
+        ids there, and behind it those of what is behind: no added token can reach over the end of another."""
+        if not self._never_overlap:
+            return None
+        begins = text[:len(text) - len(self._split(text)[-1])]
+        token_ids = self.encode_if_known(begins, scope, 0)
+        return KnownText(begins, token_ids) if begins and token_ids is not None else None
 
     def _parts(self, text: str, replies: Replies | None) -> Parts:
         """Stretches and boundaries in turn, a stretch at both ends; ids in place of the text of a known reply."""

@@ -21,7 +21,7 @@ from worker.prompt.cut_rules import HARD_TEXTS, TokenizerRules, boundary_tokens,
 from worker.prompt.fast_bpe import FastBpe, fast_bpe
 from worker.prompt.prefix_encoder import PIECE_CHARS, PrefixEncoder
 from worker.prompt.reply_stretches import StretchKey, reply_stretches
-from worker.prompt.segment_encoder import Replies, SegmentEncoder
+from worker.prompt.segment_encoder import KnownText, Replies, SegmentEncoder
 from worker.prompt.token_bytes import DecoderShape, bytes_of_token, decoder_shape
 
 WIRE_VERSION = 1
@@ -176,12 +176,17 @@ class PromptTokenizer:
             return self._segments.encode(text, scope, replies)
         return self._encode_packed([text], add_special_tokens, scope)[0]
 
-    def encode_if_known(self, text: str, *, scope: str, max_new_chars: int,
-                        replies: Replies | None = None) -> array[int] | None:
+    def encode_if_known(self, text: str, *, scope: str, max_new_chars: int, replies: Replies | None = None,
+                        begins: KnownText | None = None) -> array[int] | None:
         """encode_packed() without special tokens around the text, if it takes next to no time: when all but so many
-        characters are remembered. Else None."""
+        characters are remembered. Else None. `begins`: a known_beginning() of the text."""
         segments = self._segments
-        return None if segments is None else segments.encode_if_known(text, scope, max_new_chars, replies)
+        return None if segments is None else segments.encode_if_known(
+            text, scope, max_new_chars, replies, begins=begins)
+
+    def known_beginning(self, text: str, *, scope: str) -> KnownText | None:
+        """See SegmentEncoder.beginning()."""
+        return None if self._segments is None else self._segments.beginning(text, scope)
 
     def reply_stretches(self, prompt: Sequence[int], reply: Sequence[int]) -> list[tuple[StretchKey, array[int]]]:
         """How a later prompt that repeats this reply is recognised; see reply_stretches.py. Empty for a tokenizer

@@ -7,6 +7,7 @@ the same bytes before it would say again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -18,17 +19,17 @@ from worker.prompt.requests import ChatRequest, parse_chat
 REMEMBERED = 512
 REST_MAX_BYTES = 512
 
-_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 _said: dict[tuple[tuple[str, ...], bytes], ChatRequest] = {}
 
 
 def parse_usual_chat(body: bytes) -> ChatRequest:
     """parse_chat(), in half the time for such a body."""
-    if body.count(b":") > MAX_JSON_KEYS:
+    if len(body) > MAX_JSON_KEYS and body.count(b":") > MAX_JSON_KEYS:
         return parse_chat(body)
     try:
-        kept = _raw_decoder.decode(body)
+        kept = raw_decoder.decode(body)
         messages = kept.pop("messages")
     except (msgspec.MsgspecError, KeyError, RecursionError):
         return parse_chat(body)
@@ -43,11 +44,16 @@ def parse_usual_chat(body: bytes) -> ChatRequest:
     if said is None:
         return _remember((names, rest), parse_chat(body))
     try:
-        decoded = _messages_decoder.decode(messages)
+        decoded = messages_decoder.decode(messages)
     except msgspec.MsgspecError:
         return parse_chat(body)
     check_messages(decoded)
     return msgspec.structs.replace(said, messages=tuple(decoded))
+
+
+def said_beside_messages(names: tuple[str, ...], values: Iterable[bytes]) -> ChatRequest | None:
+    """What fields of these names and values say beside messages, if that is remembered."""
+    return _said.get((names, b",".join(values)))
 
 
 def _remember(key: tuple[tuple[str, ...], bytes], request: ChatRequest) -> ChatRequest:

@@ -192,6 +192,13 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+def packed_view(token_ids: Sequence[int]) -> bytes | array[int]:
+    """pack_tokens(), or what lies in memory like that already."""
+    if isinstance(token_ids, array) and token_ids.typecode == "I" and sys.byteorder == "little":
+        return token_ids
+    return pack_tokens(token_ids)
+
+
 def unpack_tokens(packed: bytes | memoryview) -> list[int]:
     """The inverse of pack_tokens; the length must be a multiple of four."""
     token_ids = array("I")

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from worker.protocol.api_error import ApiError, invalid_request
-from worker.protocol.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
+from worker.protocol.block_hash import TOKEN_BYTES, packed_view, unpack_tokens
 
 CONTENT_TYPE = "application/vnd.headstart.v1"
 WORKER_TOKEN_HEADER = "x-headstart-worker-token"
@@ -94,7 +94,7 @@ def encode_internal(json_body: bytes, prompts: Sequence[Sequence[int]], *, tenan
         headers[RESUME_HEADER] = msgspec.json.encode(resume).decode()
     if tells_token_ids:
         headers[TOKEN_IDS_HEADER] = TOKEN_IDS_IN_COMMENTS
-    return headers, b"".join([json_body, *map(pack_tokens, prompts)])
+    return headers, b"".join([json_body, *map(packed_view, prompts)])
 
 
 @lru_cache(TENANTS_REMEMBERED)
