@@ -17,9 +17,9 @@ Until our first token:
     doubt_s    what other gateways may have sent there since its report, which we shall meet
 Cost to others:
     others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
-               middle of an answer counts a part of a second that the first token is late. Where it shares its cores
-               with other endpoints and all are at work (shared_cores.py), our prefill holds up theirs too, by a core's
-               share of it: streams as here, prompts that wait for their first token in full
+               middle of an answer counts a part of a second that the first token is late. Where it shares its
+               cores with other endpoints and all are at work (shared_cores.py), our prefill holds up theirs too, by a
+               core's share of it: streams as here, prompts that wait for their first token in full
     evict_s    cached blocks that go for ours, as far as they would have been asked for again
 And:
     price_s    what an operator or a breaker adds, bounded
