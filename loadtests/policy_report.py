@@ -40,17 +40,18 @@ class Job:
     seeds_max: int = 100
 
 
-# Requests by what a run costs, for a few seconds each.
+# Requests by what a run costs, for a few seconds each. Pools are a share of what a run's requests hold, so short runs
+# have pools that no worker has: where a few requests fill one, waits for room are all that is measured.
 JOBS = (
-    Job("mooncake", 400, "mooncake/conversation_0-36min.jsonl.gz"),
-    Job("claude_code", 50, "claude_code/sessions.jsonl.gz", seeds_max=3),
-    Job("azure_conv", 200, "azure2023/conv_first_two_thirds.jsonl.gz"),
-    Job("azure_code", 250, "azure2023/code_first_two_thirds.jsonl.gz"),
-    Job("tau_airline", 300, "agent_text/tau_airline.jsonl.gz"),
-    Job("sweagent", 82, "agent_text/sweagent_demos.jsonl.gz"),
-    Job("mtbench_questions", 106, "agent_text/mtbench_questions.jsonl.gz"),
-    Job("llm_d", 200), Job("hot_prefix_25", 350), Job("hot_prefix_100", 250), Job("sibling_bursts", 320),
-    Job("zero_sharing", 250), Job("mt_bench", 350), Job("tenants", 500))
+    Job("mooncake", 1200, "mooncake/conversation_0-36min.jsonl.gz"),
+    Job("claude_code", 150, "claude_code/sessions.jsonl.gz"),
+    Job("azure_conv", 600, "azure2023/conv_first_two_thirds.jsonl.gz"),
+    Job("azure_code", 750, "azure2023/code_first_two_thirds.jsonl.gz"),
+    Job("tau_airline", 900, "agent_text/tau_airline.jsonl.gz"),
+    Job("sweagent", 246, "agent_text/sweagent_demos.jsonl.gz"),
+    Job("mtbench_questions", 318, "agent_text/mtbench_questions.jsonl.gz"),
+    Job("llm_d", 600), Job("hot_prefix_25", 2000), Job("hot_prefix_100", 2000), Job("sibling_bursts", 1600),
+    Job("zero_sharing", 750), Job("mt_bench", 2400), Job("tenants", 4000))
 LARGE_JOBS = (
     Job("tenants", 3000, num_workers=64, seeds_max=2), Job("hot_prefix_25", 3000, num_workers=64, seeds_max=2),
     Job("mooncake", 2000, "mooncake/conversation_0-36min.jsonl.gz", num_workers=64, seeds_max=2))

@@ -140,6 +140,8 @@ class TenantMeter:
 
     def take_prompt(self, num_tokens: int, now: float) -> OverLimit | None:
         """Take a prompt's tokens, all or none."""
+        if self._tokens is None and self._budget is None:
+            return None
         if self._tokens is not None and (wait_s := self._tokens.wait_s(num_tokens, now)) > 0:
             return OverLimit(Limit.TOKENS, wait_s)
         if (spent := self._over_budget(num_tokens, now)) is not None:

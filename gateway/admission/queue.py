@@ -22,7 +22,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from gateway.admission.places import NOBODY_ELSEWHERE, WaitingElsewhere
 
@@ -30,9 +31,10 @@ PRIORITY_MAX = 1000
 FLOWS_LOOK_AT = 64  # beyond so many remembered tenants it is looked who may be forgotten
 
 
-@dataclass(eq=False, slots=True)
-class Waiting:
-    """One request in line. `cost_tokens` is what it will ask of a worker; `deadline_at` None: it waits as it must."""
+class Waiting(Struct, eq=False, gc=False):
+    """One request in line. `cost_tokens` is what it will ask of a worker; `deadline_at` None: it waits as it must.
+    `queued` is the queue's own.
+    """
 
     tenant_id: str
     cost_tokens: int
@@ -41,7 +43,7 @@ class Waiting:
     weight: float = 1.0
     priority: int = 0
     deadline_at: float | None = None
-    queued: bool = field(default=False, init=False)
+    queued: bool = False
 
 
 class _Flow:

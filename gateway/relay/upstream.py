@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct
 
 
 class FailureKind(Enum):
@@ -32,8 +33,7 @@ class UpstreamFailure(Exception):
         self.detail = detail
 
 
-@dataclass(frozen=True, slots=True)
-class UpstreamRequest:
+class UpstreamRequest(Struct, frozen=True, gc=False):
     """One request to a worker. `ssl_context` is for https workers with a CA of their own; None verifies as usual.
 
     The implementation adds Host and Content-Length. A name or value that would break the head is our bug: ValueError.

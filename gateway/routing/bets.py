@@ -5,9 +5,9 @@ Owns their order and their count. What a bet means for a block is the prefix ind
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
 from gateway.routing.claims import Claims
@@ -82,7 +82,7 @@ class OpenBets:
     def place(self, bet: Speculation) -> None:
         """`bet` is on at least one block."""
         self.num_blocks += bet.num_blocks
-        heapq.heappush(self._heap, (bet.expires_at, bet.serial, bet))
+        heappush(self._heap, (bet.expires_at, bet.serial, bet))
 
     def take(self, bet: Speculation) -> array[int]:
         """See Speculation.take(); the bet is void from now on."""
@@ -107,14 +107,14 @@ class OpenBets:
         while heap and heap[0][0] <= now:
             bet = heap[0][2]
             if bet.expires_at > now and bet.num_blocks:  # it was put off
-                heapq.heapreplace(heap, (min(bet.expires_at, now + LOOK_AGAIN_S), bet.serial, bet))
+                heapreplace(heap, (min(bet.expires_at, now + LOOK_AGAIN_S), bet.serial, bet))
                 continue
             yield bet
-            heapq.heappop(heap)
+            heappop(heap)
             self._num_void -= 1
         if self._num_void > len(heap) // 2 + VOID_BETS_MAX:
             self._heap = [entry for entry in heap if entry[2].num_blocks]
-            heapq.heapify(self._heap)
+            heapify(self._heap)
             self._num_void = 0
 
     def check_invariants(self) -> None:

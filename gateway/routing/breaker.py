@@ -84,7 +84,8 @@ class Breaker:
             self._num_failed = self._limits.failures_max - 1
 
     def _succeeded(self) -> None:
-        self._answered()
+        if self._open_until is not None:
+            self._answered()
         self._num_failed = 0
         self._open_s = self._limits.open_s
 
@@ -134,12 +135,12 @@ class BreakerPass:
 
     def left(self) -> None:
         """It ended in a way that says nothing about the worker."""
-        if self._ends():
+        if self._is_open and self._ends():
             self._breaker._left(is_probe=self._is_probe)
 
     def _counts(self) -> bool:
         return self._is_open and self._era == self._breaker.era
 
     def _ends(self) -> bool:
-        counts, self._is_open = self._counts(), False
-        return counts
+        is_open, self._is_open = self._is_open, False
+        return is_open and self._era == self._breaker.era

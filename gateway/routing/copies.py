@@ -12,11 +12,9 @@ Owns the rule. It must never send anything. A copy is made when
     compute_s              all its tokens at that endpoint's rate
     evict_s                cached blocks that go for it, as far as they would be asked for again (cost.py)
 
-and only on an endpoint that is spare: idle now, and busy for SPARE_BUSY_MAX of the last seconds at most, in a fleet
-that was for FLEET_BUSY_MAX at most. Workers may share cores: where most are busy, a copy takes from somebody even on
-an idle one. The two shares are judgement: near saturation (live, 85 %) copies on endpoints that were idle for an
-instant cost hits and waits, and there every worker is busy most of the time; a fleet of two of which one holds the
-prefix is busy for a half.
+and only on an endpoint that is spare: idle now, and busy for SPARE_BUSY_MAX of the last seconds at most; its cores
+too, where others compute on them (recent_load.py). The share is judgement: near saturation (live, 85 %) copies on
+endpoints that were idle for an instant cost hits and waits, and there every worker is busy most of the time.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ HITS_MIN = 3
 RECENT_S = 10.0              # asked for no longer ago
 HORIZON_MAX_S = 60.0
 SPARE_BUSY_MAX = 0.25
-FLEET_BUSY_MAX = 0.6
-POOL_SHARE_MAX = 0.125       # of an endpoint's memory that one prefix may take
+POOL_SHARE_MAX = 0.5         # of an endpoint's memory that one prefix may take; what goes for it is in evict_s
 AVAILABLE_SHARE_MIN = 0.5    # of it that must be free, or cached and in no use
 
 
@@ -59,7 +56,7 @@ def next_holder(prefix: HotPrefix, holders: Collection[str], fleet: Fleet, now: 
     """The endpoint that should compute it too, none of `passed_over`; None while that would help nobody."""
     waits = [recent.wait_s for view in fleet.views if view.endpoint_id in holders
              and (recent := fleet.recent.of(view.endpoint_id)) is not None]
-    if not waits or _busy_share(fleet) > FLEET_BUSY_MAX:
+    if not waits:
         return None
     spare = [view for view in fleet.views if view.endpoint_id not in holders
              and view.endpoint_id not in passed_over and _is_spare(view, fleet) and _has_room(view, prefix)]
@@ -76,12 +73,6 @@ def expected_hits(prefix: HotPrefix, now: float) -> float:
     """To come within the horizon: as many as in as long a time before, if it was as often asked for all the time."""
     age_s = now - prefix.first_at
     return prefix.num_hits * min(1.0, HORIZON_MAX_S / age_s) if age_s > 0 else float(prefix.num_hits)
-
-
-def _busy_share(fleet: Fleet) -> float:
-    """Of the whole fleet; those not judged yet count as busy."""
-    judged = [fleet.recent.of(view.endpoint_id) for view in fleet.views]
-    return sum(1.0 if recent is None else recent.busy_share for recent in judged) / max(1, len(judged))
 
 
 def _is_spare(view: EndpointView, fleet: Fleet) -> bool:

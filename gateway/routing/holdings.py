@@ -29,6 +29,7 @@ class Holdings:
     def __init__(self, tree: BlockTree) -> None:
         self.sets = HolderSets()
         self._tree = tree
+        self._depth_of_last = 0   # the last index that was known of the last prompt that was not wholly known
         tree.set_of[ROOT] = EVERYBODY
 
     def bits_of(self, block: int, claims: Claims) -> int:
@@ -135,9 +136,12 @@ class Holdings:
         first = find(hashes[0]) if hashes else NOTHING
         if not first:
             return []
-        last_index, last = len(hashes) - 1, find(hashes[-1])
-        if not last:
-            last_index, last = self._deepest(hashes, first)
+        last_index = self._depth_of_last   # prompts share their beginning, and so its length
+        if not (0 < last_index < len(hashes) - 1 and (last := find(hashes[last_index]))
+                and not find(hashes[last_index + 1])):
+            last_index, last = len(hashes) - 1, find(hashes[-1])
+            if not last:
+                last_index, last = self._deepest(hashes, first)
         number = set_of[last]
         if set_of[first] == number:
             return [(last_index + 1, reached[number])]
@@ -198,6 +202,7 @@ class Holdings:
                 low, block = middle, found
             else:
                 high = middle
+        self._depth_of_last = low
         return low, block
 
     def _edges(self, hashes: Sequence[int], first: int, last: tuple[int, int]) -> list[tuple[int, int, int]]:

@@ -41,6 +41,7 @@ class LoadView(NamedTuple):
 
 
 NO_LOAD = LoadView()
+_new_tuple = tuple.__new__
 
 
 class Footprint(Struct, frozen=True, gc=False):
@@ -83,8 +84,8 @@ class Account:
 
     def view(self) -> LoadView:
         if self._seen is None:
-            self._seen = LoadView(self.num_inflight, self.queued_prefill_tokens, self.decode_context_tokens,
-                                  self.num_decoding, self.held_tokens)
+            self._seen = _new_tuple(LoadView, (self.num_inflight, self.queued_prefill_tokens,
+                                               self.decode_context_tokens, self.num_decoding, self.held_tokens))
         return self._seen
 
     def streams(self) -> Sequence[Stream]:
@@ -149,7 +150,8 @@ class Booking:
         """When the request has ended, however it ended."""
         if self._state == "released":
             return
-        self.prefill_done()
+        if self._state == "prefill":
+            self.prefill_done()
         self._state = "released"
         account = self._account
         account.decode_context_tokens -= self._context_tokens
@@ -162,7 +164,7 @@ class Booking:
             heir = account.sharer(pin[0], pin[1])
             if heir is not None:
                 heir._pin(pin)
-        self._pins = []
+        self._pins.clear()
         account.changed()
 
     @property
@@ -204,7 +206,10 @@ class LoadLedger:
         if prefill_tokens < 0 or context_tokens < 0:
             raise ValueError(f"a booking cannot be negative: prefill_tokens={prefill_tokens}, "
                              f"context_tokens={context_tokens}")
-        booking = Booking(endpoint_id, self.begin(endpoint_id, epoch), footprint, prefill_tokens=prefill_tokens,
+        account = self._accounts.get(endpoint_id)
+        if account is None or account.epoch != epoch:
+            account = self.begin(endpoint_id, epoch)
+        booking = Booking(endpoint_id, account, footprint, prefill_tokens=prefill_tokens,
                           context_tokens=context_tokens)
         if footprint.matched_blocks:
             self.shared_ratio += SHARED_WEIGHT * (booking.found_held - self.shared_ratio)

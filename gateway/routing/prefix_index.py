@@ -159,7 +159,7 @@ class PrefixIndex:
         else:
             self._unplaced.place_all(hashes)
             last = self._stake_all(speculation, start, hashes[depth:])
-        if speculation.num_blocks:
+        if speculation.chain or speculation.num_blocks:
             self._bets.place(speculation)
             if blocks_max is not None:
                 self._keep_history(claims, speculation, blocks_max)

@@ -81,9 +81,8 @@ class Roster:
         for depth, lost in ends:
             names = remembered[lost] if lost in remembered else self._remember(lost)
             if names is not None:
-                match = _new_tuple(Match, (depth, 0, 0))  # as Match(depth, 0), in half the time
-                for endpoint_id in names:
-                    matches[endpoint_id] = match
+                # A new tuple as Match(depth, 0), in half the time.
+                matches.update(dict.fromkeys(names, _new_tuple(Match, (depth, 0, 0))))
                 continue
             for claims in self.owners(lost):
                 endpoint_id = claims.endpoint_id

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 FEW_MAX = 12
 STANDINGS_MAX = 4096
 _NO_MATCHES: Mapping[str, Match] = {}
+_TWICE_DOUBLING = 2 * ATTENTION_DOUBLING_TOKENS
 _new_tuple = tuple.__new__
 
 
@@ -47,6 +48,9 @@ class Standing(NamedTuple):
 
     view: EndpointView
     load: LoadView
+    may_serve: bool
+    max_context: int
+    block_size: int
     is_usual: bool
     token_s: float
     queued: int
@@ -85,20 +89,27 @@ class Standings:
 
 
 def standing_of(view: EndpointView, load: LoadView) -> Standing:
-    """As candidate_cost() finds them."""
+    """As candidate_cost() finds them, and like it with comparisons in place of max(): it runs once a booking."""
     num_active, queued, context, _, held_tokens = load
-    is_usual = view.prefill_tokens_per_s > 0 and view.decode_step_s > 0 and not view.others_ratio
-    token_s, step_s = (1.0 / view.prefill_tokens_per_s, view.decode_step_s) if is_usual else (1.0, 1.0)
-    queued = max(queued, view.waiting_prefill_tokens + view.running_prefill_tokens)
-    num_active = max(num_active, view.num_running + view.num_waiting)
-    context = max(context, view.decode_context_tokens)
-    free = view.blocks_free * view.block_size - held_tokens + view.held_tokens_at_report
-    return Standing(
-        view, load, is_usual, token_s, queued, queued * token_s, num_active, step_s, view.step_tokens or BATCH_TOKENS,
-        max(STREAM_STEP_SHARE * step_s, token_s), num_active + context / ATTENTION_DOUBLING_TOKENS,
+    rate, step_s, block_size = view.prefill_tokens_per_s, view.decode_step_s, view.block_size
+    is_usual = rate > 0 and step_s > 0 and not view.others_ratio
+    token_s = 1.0 / rate if is_usual else 1.0
+    reported = view.waiting_prefill_tokens + view.running_prefill_tokens
+    queued = queued if queued > reported else reported
+    reported = view.num_running + view.num_waiting
+    num_active = num_active if num_active > reported else reported
+    reported = view.decode_context_tokens
+    context = context if context > reported else reported
+    stream_step_s = STREAM_STEP_SHARE * step_s
+    free = view.blocks_free * block_size - held_tokens + view.held_tokens_at_report
+    return _new_tuple(Standing, (
+        view, load, view.ready and not view.draining, view.max_context, block_size, is_usual, token_s, queued,
+        queued * token_s, num_active, step_s, view.step_tokens or BATCH_TOKENS,
+        stream_step_s if stream_step_s > token_s else token_s, num_active + context / ATTENTION_DOUBLING_TOKENS,
         STALL_WEIGHT * num_active, view.blocks_total,
-        (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * (view.blocks_total * view.block_size),
-        free + view.blocks_cached * view.block_size, max(free, 0), min(max(view.price_s, 0.0), PRICE_MAX_S))
+        (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * (view.blocks_total * block_size),
+        free + view.blocks_cached * block_size, free if free > 0 else 0,
+        min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0))
 
 
 def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
@@ -112,25 +123,25 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
     most, reach = 0, math.inf
     for view in given.endpoints:
         endpoint_id = view.endpoint_id
-        if (not view.ready or view.draining or (model is not None and model not in view.models)
-                or (view.max_context and view.max_context < context_tokens) or endpoint_id in excluded):
-            continue
         load, standing = loads.get(endpoint_id, NO_LOAD), by_id.get(endpoint_id)
         if standing is None or standing[0] is not view or standing[1] is not load:
             standing = standings.renew(view, load)
-        (_, _, is_usual, token_s, queued, queue_s, num_active, step_s, step_tokens, stream_step_s, weight, stall,
-         has_pool, margin, available, free, price_s) = standing
+        (_, _, may_serve, max_context, block_size, is_usual, token_s, queued, queue_s, num_active, step_s,
+         step_tokens, stream_step_s, weight, stall, has_pool, margin, available, free, price_s) = standing
+        if (not may_serve or (model is not None and model not in view.models)
+                or 0 < max_context < context_tokens or endpoint_id in excluded):
+            continue
         confirmed, speculative, slow = matches.get(endpoint_id, NO_MATCH)
         if slow or not is_usual:
             return None
         views.append(view)
-        matched = (confirmed + speculative) * view.block_size
+        matched = (confirmed + speculative) * block_size
         if matched >= prompt:
             matched = prompt - 1 if prompt else 0
         if matched > most:
             most = matched
         uncached = prompt - matched or 1
-        prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
+        prefill_s = uncached * token_s * (1.0 + (matched + prompt) / _TWICE_DOUBLING)
         if prefill_s + queue_s > reach:   # more than that it costs in any case
             continue
         steps_s = num_steps = evict_s = 0.0
@@ -146,15 +157,17 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
         total_s = prefill_s + queue_s + steps_s + others_s + evict_s + price_s
         if total_s > reach:
             continue
-        if (bound := total_s + TIE_RATIO * abs(total_s) + TIE_S) < reach:
+        if (bound := total_s + TIE_RATIO * total_s + TIE_S) < reach:
             reach = bound
-        rows.append((view, _new_tuple(CandidateCost, (
+        rows.append((total_s, uncached, view, (
             endpoint_id, total_s, prefill_s, queue_s, steps_s, 0.0, 0.0, others_s, evict_s, price_s, 0.0, matched,
-            uncached, queued, num_active, num_steps))))
+            uncached, queued, num_active, num_steps)))
     if not rows:
         return None
     if len(rows) > 1:
-        rows = [row for row in rows if row[1].total_s <= reach]
-        least = min([row[1].uncached_tokens for row in rows])
-        rows = [row for row in rows if row[1].uncached_tokens == least]
-    return (*rows[int(given.random_ratio * len(rows))], most, views)
+        rows = [row for row in rows if row[0] <= reach]
+        if len(rows) > 1:
+            least = min([row[1] for row in rows])
+            rows = [row for row in rows if row[1] == least]
+    _, _, view, cost = rows[int(given.random_ratio * len(rows))]
+    return view, _new_tuple(CandidateCost, cost), most, views

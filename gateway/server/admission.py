@@ -223,7 +223,7 @@ class Admission:
         row = line.places.next_turn(random.random())
         if row is not None and self._membership is not None:
             self._membership.notes.your_turn(row)
-        else:
+        elif self._look_again is not None:   # as long as anybody waits
             self.call_next()
 
     async def _wait(self, line: _Line, entry: Waiting, waiter: asyncio.Future[None]) -> None:

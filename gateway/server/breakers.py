@@ -17,7 +17,6 @@ from worker.protocol.logs import get_logger
 # What does not count against a worker: it is busy, draining or loading and says so, the gateway's token is wrong, or
 # the client's own deadline was too short.
 NEUTRAL_REASONS = ("busy", "unavailable", "refused", DEADLINE)
-_NOBODY: frozenset[str] = frozenset()
 _log = get_logger(__name__)
 
 
@@ -28,17 +27,17 @@ class Breakers:
         self._table = table
         self._limits = limits
         self._breakers: dict[str, tuple[str | None, Breaker]] = {}
-        self._may_be_open = False   # whether any breaker has opened since all were seen closed
+        self.may_be_open = False   # whether any has opened since all were seen closed
 
     def begin(self, endpoint: Endpoint) -> BreakerPass:
         """A request goes there."""
-        return self._of(endpoint).begin()
+        known = self._breakers.get(endpoint.endpoint_id)
+        breaker = known[1] if known is not None and known[0] == endpoint.joined_epoch else self._of(endpoint)
+        return breaker.begin()
 
     def blocked(self, endpoints: Sequence[Endpoint]) -> frozenset[str]:
-        """Those that should not get a request now."""
-        if not self._may_be_open:
-            return _NOBODY
-        self._may_be_open = any(breaker.is_open for _, breaker in self._breakers.values())
+        """Those that should not get a request now; none unless `may_be_open`."""
+        self.may_be_open = any(breaker.is_open for _, breaker in self._breakers.values())
         now = time.monotonic()
         return frozenset(endpoint.endpoint_id for endpoint in endpoints
                          if endpoint.endpoint_id in self._breakers and not self._of(endpoint).may_send(now))
@@ -57,7 +56,7 @@ class Breakers:
         now, breaker = time.monotonic(), self._of(endpoint)
         before = breaker.state(now)
         passed.failed(now)
-        self._may_be_open = True
+        self.may_be_open = True
         if breaker.state(now) is BreakerState.OPEN and before is not BreakerState.OPEN:
             _log.warning("breaker_open", worker=endpoint.endpoint_id, reason=reason)
 

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from gateway import errors
-from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
+from gateway.knowledge.endpoint_table import Endpoint, EndpointTable
 from gateway.relay.retry import AttemptFailed
 from gateway.relay.upstream import UpstreamRequest
 from gateway.routing.endpoint import Knowledge
@@ -107,7 +107,7 @@ class Dispatcher:
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
         endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
-        num_tokens, session = prompt.num_prompt_tokens, prompt.session
+        num_tokens, session = len(prepared.prompts[0]), prompt.session
         given = PickInput(
             endpoints=learning.with_rates(self._table.views(endpoints, loads), num_tokens),
             session_endpoint_id=None if session is None else learning.endpoint_of(session),
@@ -154,7 +154,7 @@ class Dispatcher:
                      loads: Mapping[str, LoadView]) -> frozenset[str]:
         """Those excluded, full or doubtful; mostly nobody."""
         full = [endpoint_id for endpoint_id, load in loads.items() if load.num_inflight >= self._max_inflight]
-        blocked = self._breakers.blocked(endpoints)
+        blocked = self._breakers.blocked(endpoints) if self._breakers.may_be_open else ()
         return excluded.union(full, blocked) if full or blocked else excluded
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
@@ -163,9 +163,9 @@ class Dispatcher:
         endpoint = self._table.get(decision.endpoint_id)
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
-        scheme, num_tokens, now = endpoint.scheme, prompt.prepared.num_tokens, time.monotonic()
-        others = num_tokens - prompt.num_prompt_tokens
-        chain = prompt.prepared.chain(scheme)
+        scheme, prepared, now = endpoint.scheme, prompt.prepared, time.monotonic()
+        chain, num_tokens = prepared.chain(scheme), prepared.num_tokens
+        others = num_tokens - len(prepared.prompts[0])
         booking = self._ledger.book(
             decision.endpoint_id, decision.epoch, prefill_tokens=decision.uncached_tokens + others,
             context_tokens=num_tokens, footprint=Footprint(
@@ -273,10 +273,9 @@ class Choosing:
 
     def note(self, placement: Placement) -> None:
         """This one answers."""
-        record, decision = self._record, placement.decision
-        knowledge = placement.endpoint.knowledge
-        record.worker_id, record.reason, record.knowledge = placement.endpoint_id, decision.reason, knowledge.value
-        report = placement.endpoint.report
+        record, decision, endpoint = self._record, placement.decision, placement.endpoint
+        knowledge, report = endpoint.knowledge, endpoint.report
+        record.worker_id, record.reason, record.knowledge = decision.endpoint_id, decision.reason, knowledge.value
         rates = (0.0, 0.0) if report is None else (report.rates.prefill_tokens_per_s, report.rates.decode_step_s)
         self._dispatcher.learning.placed(record, decision, self._prompt.session, reported=rates)
         record.matched_tokens = decision.matched_tokens
@@ -284,7 +283,7 @@ class Choosing:
         record.cacheable_tokens = decision.most_matched_tokens if is_comparable else None
         record.confirmed_tokens = decision.match_confirmed_tokens if is_comparable else None
         if record.cacheable_tokens:
-            self._dispatcher.note_prefix(self._prompt, placement.endpoint, record.cacheable_tokens)
+            self._dispatcher.note_prefix(self._prompt, endpoint, record.cacheable_tokens)
 
 
 def _confirmed_blocks(decision: RoutingDecision) -> int | None:
@@ -302,7 +301,7 @@ def is_plain(endpoint: Endpoint, worker_token: str) -> bool:
     """Whether the worker gets the client's JSON alone: without a shared token, or when its tokens are not ours."""
     if not worker_token or endpoint.token_refused:
         return True
-    return endpoint.state is EndpointState.INCOMPATIBLE or not endpoint.compatible
+    return not endpoint.compatible
 
 
 def _history_blocks_max(endpoint: Endpoint) -> int | None:

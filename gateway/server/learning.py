@@ -46,7 +46,7 @@ class Learning:
         odd = self._odd
         if not odd:
             for view in views:
-                if not (view.prefill_tokens_per_s and view.decode_step_s):
+                if not view.prefill_tokens_per_s or not view.decode_step_s:
                     break
             else:
                 return views
@@ -57,15 +57,15 @@ class Learning:
     def placed(self, record: RequestRecord, decision: RoutingDecision, session: str | None, *,
                reported: tuple[float, float]) -> None:
         """The request goes there, and this is what is expected of it. `reported`: the worker's own rates."""
-        now = time.monotonic()
+        now, endpoint_id = time.monotonic(), decision.endpoint_id
         if session is not None:
-            self._sessions.served(session, decision.endpoint_id, now=now)
-        if self._epochs.get(decision.endpoint_id) != decision.epoch:
-            self._epochs[decision.endpoint_id] = decision.epoch
-            self._rates.forget(decision.endpoint_id)
-            self.busy_steps.forget(decision.endpoint_id)
-            self._odd.pop(decision.endpoint_id, None)
-        self._reported[decision.endpoint_id] = reported
+            self._sessions.served(session, endpoint_id, now=now)
+        if self._epochs.get(endpoint_id) != decision.epoch:
+            self._epochs[endpoint_id] = decision.epoch
+            self._rates.forget(endpoint_id)
+            self.busy_steps.forget(endpoint_id)
+            self._odd.pop(endpoint_id, None)
+        self._reported[endpoint_id] = reported
         record.placed_at, record.expected = now, decision.cost
 
     def first_token(self, expected: CandidateCost, placed_at: float) -> None:

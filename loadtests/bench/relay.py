@@ -3,10 +3,11 @@
     python -m loadtests.bench.relay
     python -m loadtests.bench.relay --against HEAD~1 --against main --json
 
-One gateway a tree, started once, in front of one worker that computes nothing (relay_worker.py); rounds go over the
-arms in turn. CPU is user and system time of the gateway's threads, in nanoseconds from the kernel; `direct` sends the
-same requests to the worker and shows its CPU: what moves there is the machine. A tree named by --against is checked
-out into a temporary git worktree, so that any two states of the data path can be compared.
+One gateway a tree, started once, in front of one worker that computes nothing (relay_worker.py), or of several in one
+process; rounds go over the arms in turn. CPU is user and system time of the gateway's threads, in nanoseconds from
+the kernel; `direct` sends the same requests to the worker and shows its CPU: what moves there is the machine. A tree
+named by --against is checked out into a temporary git worktree, so that any two states of the data path can be
+compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -107,12 +108,16 @@ def _process(tree: Path, arguments: list[str], token: str) -> Iterator[int]:
         process.wait()
 
 
-def _until(url: str, sign: bytes, token: str) -> None:
+def _each(flag: str, values: Iterable[object]) -> list[str]:
+    return [word for value in values for word in (flag, str(value))]
+
+
+def _until(url: str, sign: bytes, token: str, times: int = 1) -> None:
     deadline = time.monotonic() + START_S
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
-            if sign in answer.read():
+            if answer.read().count(sign) >= times:
                 return
         time.sleep(0.1)
     raise SystemExit(f"{url} never said {sign.decode()}")
@@ -139,20 +144,21 @@ def _commit(ref: str) -> str:
 
 
 @contextlib.contextmanager
-def running_arms(refs: list[str]) -> Iterator[list[Arm]]:
-    """The worker, this tree's gateway and one for each of `refs`, all knowing the worker."""
+def running_arms(refs: list[str], num_workers: int = 1) -> Iterator[list[Arm]]:
+    """The workers, this tree's gateway and one for each of `refs`, all knowing the workers."""
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        worker_port = free_port()
-        worker = f"http://127.0.0.1:{worker_port}"
-        pid = stack.enter_context(_process(ROOT, ["loadtests.bench.relay_worker", "--port", str(worker_port)], token))
-        _until(f"{worker}/kv", b"bench", token)
-        arms = [Arm("direct", "", pid, worker_port)]
+        ports = [free_port() for _ in range(num_workers)]
+        workers = [f"http://127.0.0.1:{port}" for port in ports]
+        pid = stack.enter_context(_process(ROOT, ["loadtests.bench.relay_worker", *_each("--port", ports)], token))
+        for worker in workers:
+            _until(f"{worker}/kv", b"bench", token)
+        arms = [Arm("direct", "", pid, ports[0])]
         for ref in [None, *refs]:
             port, tree = free_port(), stack.enter_context(_tree(ref))
             pid = stack.enter_context(_process(
-                tree, ["gateway.cli", "gateway", "--port", str(port), "--worker", worker], token))
-            _until(f"http://127.0.0.1:{port}/admin/workers", b'"knowledge":"exact"', token)
+                tree, ["gateway.cli", "gateway", "--port", str(port), *_each("--worker", workers)], token))
+            _until(f"http://127.0.0.1:{port}/admin/workers", b'"knowledge":"exact"', token, num_workers)
             arms.append(Arm("this tree" if ref is None else ref, _commit(ref or "HEAD"), pid, port))
         yield arms
 
@@ -195,17 +201,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4000, help="requests a round and arm")
     parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=1, help="workers behind each gateway, in one process")
     parser.add_argument("--streams", type=int, default=60, help="streams open at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = parser.parse_args()
     sizes = Sizes(arguments.rounds, arguments.requests, arguments.connections, arguments.streams)
-    with running_arms(arguments.against) as arms:
+    with running_arms(arguments.against, arguments.workers) as arms:
         measure(arms, Sizes(1, 500, sizes.connections, 10), first_seed=0)  # warm-up, thrown away
         for arm in arms:
             arm.request_us, arm.long_us, arm.chunk_us, arm.p50_us = [], [], [], []
         measure(arms, sizes)
     if arguments.json:
-        print(orjson.dumps({"sizes": asdict(sizes), "date": time.strftime("%Y-%m-%d"), **summary(arms)},
+        print(orjson.dumps({"sizes": asdict(sizes), "workers": arguments.workers,
+                            "date": time.strftime("%Y-%m-%d"), **summary(arms)},
                            option=orjson.OPT_INDENT_2).decode())
     else:
         _print_table(arms)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from gateway.admission.queue import FLOWS_LOOK_AT, FairQueue, Waiting
 
@@ -99,7 +100,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.clock += later
         entry = Waiting(tenant, cost, num_bytes, self.clock, TENANTS[tenant], priority,
                         None if patience is None else self.clock + patience)
-        hopeless = self.queue.is_hopeless(replace(entry, cost_tokens=0))
+        hopeless = self.queue.is_hopeless(structs.replace(entry, cost_tokens=0))
         expected = self.naive.offer(entry)
         assert self.queue.offer(entry) == expected
         assert entry.queued == (expected is not None)

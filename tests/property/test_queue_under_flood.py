@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
+from msgspec import structs
 
 from gateway.admission.line import Line
 from gateway.admission.places import Places
@@ -90,7 +91,7 @@ def outcome(fleet: Fleet, loads: list[Load], of: str, seed: int) -> Outcome:
         if line.take_at_once(entry, fleet.num_places):
             begin(entry, at)
             continue
-        hopeless = queue.is_hopeless(replace(entry, cost_tokens=0))
+        hopeless = queue.is_hopeless(structs.replace(entry, cost_tokens=0))
         pushed_out = queue.offer(entry)
         assert pushed_out is None or not hopeless, "refused early is refused"
         lost = [tenant_id] if pushed_out is None else [victim.tenant_id for victim in pushed_out]
