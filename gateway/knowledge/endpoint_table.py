@@ -18,7 +18,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gateway.knowledge.discovery.static import DiscoveredWorker
-from gateway.knowledge.engines.headstart import WorkerReport
+from gateway.knowledge.engines.headstart import Cpu, WorkerReport
 from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
@@ -53,9 +53,11 @@ class FeedStatus:
 
 
 class _Changes:
-    """How often a field of any endpoint has been set: what was derived from them holds for as long as this does."""
+    """How often a field of any endpoint has been set: what was derived from them holds for as long as this does. And
+    how often one has come to compute elsewhere: far less often than reports come."""
 
     count = 0
+    of_cores = 0
 
 
 class _Seen:
@@ -97,6 +99,8 @@ class Endpoint:
         self.endpoint_id = self.worker.endpoint_id
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name == "joined_epoch" or (name == "report" and _cpu_of(value) != _cpu_of(getattr(self, name, None))):
+            _Changes.of_cores += 1
         object.__setattr__(self, name, value)
         _Changes.count += 1
 
@@ -205,6 +209,10 @@ class Endpoint:
         return blocks.used / blocks.total if blocks is not None and blocks.total else 0.0
 
 
+def _cpu_of(report: object) -> Cpu | None:
+    return report.cpu if isinstance(report, WorkerReport) else None
+
+
 class ModelService(NamedTuple):
     """Who serves a model now, and what follows for its prompts: the hash schemes in use (usually one), the longest
     context of all, and what stands in the block hashes of an adapter's prompts."""
@@ -233,11 +241,13 @@ class EndpointTable:
         assert worker.endpoint_id not in self._endpoints, "two workers of one id"
         self._endpoints = {**self._endpoints, worker.endpoint_id: Endpoint(worker)}
         _Changes.count += 1
+        _Changes.of_cores += 1
 
     def remove(self, endpoint_id: str) -> None:
         """One worker less. Requests under way there keep what they hold of it."""
         self._endpoints = {known: endpoint for known, endpoint in self._endpoints.items() if known != endpoint_id}
         _Changes.count += 1
+        _Changes.of_cores += 1
 
     def get(self, endpoint_id: str) -> Endpoint | None:
         """The endpoint called so, if there is one."""
@@ -264,8 +274,8 @@ class EndpointTable:
 
     def core_sets(self) -> tuple[CoreSet, ...]:
         """Workers of whatever model that have more threads than the cores that they share."""
-        if self._core_sets_at != _Changes.count:
-            self._core_sets_at = _Changes.count
+        if self._core_sets_at != _Changes.of_cores:
+            self._core_sets_at = _Changes.of_cores
             self._core_sets = crowded(endpoint.cpu_share for endpoint in self if endpoint.cpu_share is not None)
         return self._core_sets
 

@@ -14,7 +14,7 @@ from typing import cast
 
 from gateway.relay.deadline import Deadline
 from gateway.relay.response_parser import ResponseParser
-from gateway.relay.upstream import FailureKind, Take, UpstreamFailure
+from gateway.relay.upstream import FailureKind, Take, Takers, UpstreamFailure
 
 MAX_BUFFERED_BYTES = 64 * 1024
 JOINED_BODY_BYTES = 64 * 1024  # up to here one copy is cheaper than a second buffer
@@ -83,10 +83,11 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol. Bytes that nobody asked for make a connection unusable."""
-        if self._exchange is not None:
-            self._exchange.received(data)
-        else:
+        exchange = self._exchange
+        if exchange is None:
             self.cut()
+        elif (take := exchange.take_framed) is None or not take(data):
+            exchange.received(data)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol. A worker that has ended its side has ended the exchange; None closes the other."""
@@ -112,8 +113,8 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """One request's response: an UpstreamResponse once head_arrived() has returned."""
 
-    __slots__ = ("_chunks", "_connection", "_deadline", "_failure", "_loop", "_num_buffered", "_parser", "_take",
-                 "_waiter", "connect_s", "got_bytes", "headers", "on_news", "status")
+    __slots__ = ("_chunks", "_connection", "_deadline", "_failure", "_loop", "_num_buffered", "_parser", "_takers",
+                 "_waiter", "connect_s", "got_bytes", "headers", "on_news", "status", "take_framed")
 
     def __init__(self, connection: Connection, parser: ResponseParser) -> None:
         self._connection: Connection | None = connection  # None once it has been given back or cut
@@ -123,7 +124,8 @@ class Exchange:
         self._num_buffered = 0
         self._failure: str | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Take | None = None  # while a reader waits, and only until it is woken
+        self._takers: Takers | None = None  # while a reader waits, and only until it is woken
+        self.take_framed: Take | None = None  # theirs, while what comes next begins a chunk
         self._deadline: Deadline | None = None
         self.connect_s = 0.0
         self.got_bytes = False
@@ -140,7 +142,7 @@ class Exchange:
             await self._wait(None)
         self.status, self.headers = head
 
-    async def read_chunk(self, within_s: float | None = None, take: Take | None = None) -> bytes:
+    async def read_chunk(self, within_s: float | None = None, takers: Takers | None = None) -> bytes:
         """See UpstreamResponse."""
         due_at = None
         while not self._chunks:
@@ -149,7 +151,7 @@ class Exchange:
                 return b""
             if within_s is not None and due_at is None:
                 due_at = self._loop.time() + within_s
-            self._take = take
+            self._offer(takers)
             await self._wait(due_at)
         chunks = self._chunks
         chunk = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -165,6 +167,29 @@ class Exchange:
             return None
         self.status, self.headers = self._parser.head
         return b"".join(self._chunks)
+
+    def stream_began(self) -> bytes | None:
+        """What has come of a body that goes on, if it begins well; it still is to be read."""
+        head = self._parser.head
+        if head is None or self._connection is None or not self._chunks:
+            return None
+        self.status, self.headers = head
+        return b"".join(self._chunks)
+
+    def pass_on(self, takers: Takers) -> None:
+        """Nobody reads: what has come is dealt with, and what comes is for `takers`; on_news tells of what is not."""
+        self._chunks.clear()
+        self._num_buffered = 0
+        self._offer(takers)
+
+    def hold(self) -> None:
+        """The end of pass_on(): what comes from now on is for a reader."""
+        self._offer(None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it came, well, and is dealt with."""
+        return self._parser.is_complete and self._failure is None and not self._chunks
 
     @property
     def has_body_or_end(self) -> bool:
@@ -190,12 +215,18 @@ class Exchange:
         try:
             await self._waiter
         finally:
-            self._waiter = self._take = None
+            self._waiter = None
+            self._offer(None)
             if self._deadline is not None:
                 self._deadline.lift()
 
+    def _offer(self, takers: Takers | None) -> None:
+        """What comes next, until the reader is woken."""
+        self._takers = takers
+        self.take_framed = takers.take_framed if takers is not None and self._parser.is_at_chunk else None
+
     def _nothing_came(self) -> None:
-        self._take = None
+        self._offer(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(TimeoutError())
 
@@ -204,14 +235,12 @@ class Exchange:
     def received(self, data: bytes) -> None:
         """Bytes have arrived."""
         self.got_bytes = True
-        parser, take = self._parser, self._take
-        body = None if take is None else parser.whole_chunk(data)
-        framed = None if body is None else data
-        if body is None:
-            body = parser.feed(data)
+        parser, takers = self._parser, self._takers
+        body = parser.feed(data)
         if body:
-            if take is not None and take(body, framed):
+            if takers is not None and takers.take(body):
                 if not parser.is_complete and parser.failure is None:
+                    self._offer(takers)
                     return
             else:
                 self._chunks.append(body)
@@ -249,7 +278,7 @@ class Exchange:
             connection.cut()
 
     def _wake(self) -> None:
-        self._take = None
+        self._offer(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         elif self.on_news is not None:

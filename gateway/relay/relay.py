@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.relay.retry import AttemptFailed, FirstAnswer
-from gateway.relay.shortcut import SendNow, Shortcut
+from gateway.relay.shortcut import SendNow, Shortcut, SoFar
 from gateway.relay.sse import KEEPALIVE_COMMENT, StreamTail, error_event
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import FailureKind, UpstreamFailure
@@ -85,20 +85,28 @@ class Watch:
 
 
 async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, watch: Watch, *,
-                      transcript: Transcript | None = None, send_now: SendNow | None = None) -> StreamEnd:
+                      transcript: Transcript | None = None, send_now: SendNow | None = None,
+                      so_far: SoFar | None = None) -> StreamEnd:
     """Pass an SSE response on until it ends, well or not: the end is for end_stream() to tell. Closes `answer`.
 
     With a transcript only whole events pass. With `send_now`, which does what `write` does, most chunks take the
-    shortcut. A cancellation while the gateway is stopping is such an end, and goes no further.
+    shortcut. `so_far`: it has begun already, and `answer` has no first chunk. A cancellation while the gateway is
+    stopping is such an end, and goes no further.
     """
-    tail = StreamTail()
+    tail = StreamTail() if so_far is None else so_far.tail
     shortcut = None if send_now is None else Shortcut(send_now, tail, transcript)
     failure: ApiError | None = None
-    chunk, num_chunks, can_move = answer.first_chunk, 0, False
+    num_chunks, can_move = 0, False
     first_chunk_at = last_chunk_at = time.monotonic()
+    if so_far is not None:
+        shortcut, num_chunks, first_chunk_at = so_far.shortcut, 1, so_far.first_chunk_at
+        last_chunk_at = shortcut.last_chunk_at
     settle = _nothing if shortcut is None else shortcut.settle
     comment = _comment_at(tail, settle, write, limits)
     try:
+        chunk = answer.first_chunk or await next_chunk(answer, limits, watch, comment, shortcut=shortcut,
+                                                       silent_s=time.monotonic() - last_chunk_at)
+        settle()
         while chunk:
             num_chunks += 1
             if transcript is not None:
@@ -175,18 +183,19 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits, wat
 
 async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
                      comment: Callable[[], Awaitable[None]] | None = None, *,
-                     shortcut: Shortcut | None = None) -> bytes:
+                     shortcut: Shortcut | None = None, silent_s: float = 0.0) -> bytes:
     """What the worker sends next that does not take the shortcut, b"" at its end. UpstreamFailure when it goes, is
     lost or silent for too long, OverTime; until then a comment goes to the client after every `keepalive_s` of
-    silence. Chunks on the shortcut move no timer: now and then it is looked when the last one came."""
-    silent_s, comment_s = 0.0, limits.keepalive_s
-    num_passed, take = 0, None
+    silence, of which `silent_s` have passed. Chunks on the shortcut move no timer: now and then it is looked when the
+    last one came."""
+    comment_s = limits.keepalive_s
+    num_passed, takers = 0, None
     if shortcut is not None:
-        num_passed, take = shortcut.num_chunks, shortcut.take
+        num_passed, takers = shortcut.num_chunks, shortcut.takers
     while True:
         wait_s = max(0.0, min(LOST_LOOK_S, comment_s - silent_s, limits.chunk_gap_s - silent_s))
         try:
-            return await answer.response.read_chunk(wait_s, take)
+            return await answer.response.read_chunk(wait_s, takers)
         except TimeoutError:
             silent_s += wait_s
         if shortcut is not None and shortcut.num_chunks != num_passed:

@@ -27,7 +27,7 @@ _BEGINNING = b"HTTP/1."
 _NO_BODY = (204, 304)
 # A stream's usual chunks arrive one by one, whole, and are no longer than this.
 FRAMED_BYTES_MAX = 2047
-_SIZES = {text % size: size for size in range(1, FRAMED_BYTES_MAX + 1) for text in (b"%x", b"%X")}
+CHUNK_SIZES = {text % size: size for size in range(1, FRAMED_BYTES_MAX + 1) for text in (b"%x", b"%X")}
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
@@ -45,9 +45,9 @@ class _Malformed(Exception):
 class ResponseParser:
     """feed() what arrives, eof() when the worker has ended its side. `failure` says what is wrong, once it is."""
 
-    __slots__ = ("_ends_chunk", "_is_at_chunk", "_is_chunked", "_is_head_request", "_keeps_alive", "_left",
+    __slots__ = ("_ends_chunk", "_is_chunked", "_is_head_request", "_keeps_alive", "_left",
                  "_num_informational", "_num_trailer_bytes", "_pending", "failure", "has_leftover", "head",
-                 "is_complete")
+                 "is_at_chunk", "is_complete")
 
     def __init__(self, *, is_head: bool = False) -> None:
         self._is_head_request = is_head
@@ -60,7 +60,7 @@ class ResponseParser:
         self._pending = b""  # the beginning of a head, a chunk line or a trailer; never body
         self._left: int | None = 0  # body bytes to come, of this chunk if chunked; None: until the connection ends
         self._is_chunked = False
-        self._is_at_chunk = False  # the next byte begins a chunk's size
+        self.is_at_chunk = False  # the next byte begins a chunk's size
         self._ends_chunk = False  # the CRLF after a chunk's data is due
         self._num_trailer_bytes: int | None = None  # None until the last chunk
 
@@ -69,23 +69,16 @@ class ResponseParser:
         """Whether the connection may carry another request: the message ended by itself, and nothing followed."""
         return self.is_complete and self._keeps_alive and not self.has_leftover
 
-    def whole_chunk(self, data: bytes) -> bytes | None:
-        """What is in `data` if that is one chunk, no more and no less, of a usual size; None leaves it to feed()."""
-        if self._is_at_chunk:
-            end = data.find(b"\r\n")
-            if _SIZES.get(data[:end]) == len(data) - end - 4 and data.endswith(b"\r\n"):
-                return data[end + 2:-2]
-        return None
-
     def feed(self, data: bytes) -> bytes:
         """The body bytes in `data`, without framing. What follows the end of the message is only noted."""
-        chunk = self.whole_chunk(data)
-        if chunk is not None:
-            return chunk
+        if self.is_at_chunk:
+            end = data.find(b"\r\n")
+            if CHUNK_SIZES.get(data[:end]) == len(data) - end - 4 and data.endswith(b"\r\n"):
+                return data[end + 2:-2]
         if self.is_complete or self.failure is not None:
             self.has_leftover = self.has_leftover or bool(data)
             return b""
-        self._is_at_chunk = False
+        self.is_at_chunk = False
         body: list[bytes] = []
         try:
             if self.head is None:
@@ -199,7 +192,7 @@ class ResponseParser:
         else:
             self._pending = data[at:]
             is_inside = self._pending or self._left or self._ends_chunk
-            self._is_at_chunk = not is_inside and self._num_trailer_bytes is None
+            self.is_at_chunk = not is_inside and self._num_trailer_bytes is None
 
     def _take_line(self, data: bytes, at: int) -> int | None:
         """A chunk's size or a trailer: where the line ends, or None while it has not ended."""

@@ -7,13 +7,16 @@ in pieces and a worker that gives up are relay.py's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple
 
+from gateway.relay.response_parser import CHUNK_SIZES
 from gateway.relay.sse import StreamTail
 from gateway.relay.transcript import Transcript
+from gateway.relay.upstream import Takers
 
-# Chunks that have gone to the client and are not remembered yet. A framed one has at most FRAMED_BYTES_MAX.
+# Chunks that have gone to the client and are not remembered yet, each of FRAMED_BYTES_MAX at most.
 UNSETTLED_MAX = 64
 
 # Hand bytes to the client at once; False when it has to be waited for, or has left. The second argument: the same
@@ -22,34 +25,60 @@ SendNow = Callable[[bytes, bytes | None], bool]
 
 
 class Shortcut:
-    """take() is called from within the worker's connection; instants are time.monotonic()."""
+    """`takers` are called from within the worker's connection; instants are time.monotonic()."""
 
     __slots__ = ("_came", "_passed", "_send", "_tail", "_transcript", "last_chunk_at", "num_chunks")
 
-    def __init__(self, send: SendNow, tail: StreamTail, transcript: Transcript | None) -> None:
+    def __init__(self, send: SendNow, tail: StreamTail, transcript: Transcript | None,
+                 last_chunk_at: float = 0.0) -> None:
         self._send = send
         self._tail = tail
         self._transcript = transcript
         self._came: list[bytes] = []
         self._passed: list[bytes] = []
         self.num_chunks = 0
-        self.last_chunk_at = 0.0
+        self.last_chunk_at = last_chunk_at
 
-    def take(self, chunk: bytes, framed: bytes | None) -> bool:
-        """Pass this chunk on, unless it needs thought. `framed`: see upstream.Take."""
+    @property
+    def takers(self) -> Takers:
+        """See UpstreamResponse."""
+        return Takers(self.take, self.take_framed)
+
+    def send_through(self, send: SendNow) -> None:
+        """From now on."""
+        self._send = send
+
+    def take(self, chunk: bytes) -> bool:
+        """Pass this chunk on, unless it needs thought."""
         transcript = self._transcript
-        if transcript is None:
-            passing: bytes | None = chunk
-        else:
-            passing = transcript.passing_whole(chunk)
-        if passing is None or (passing and not self._send(passing, framed if passing is chunk else None)):
+        passing = chunk if transcript is None else transcript.passing_whole(chunk)
+        if passing is None or (passing and not self._send(passing, None)):
             return False
         self._passed.append(passing)
         if transcript is not None:
             self._came.append(chunk)
         self.num_chunks += 1
-        self.last_chunk_at = time.monotonic()
-        if framed is None or len(self._passed) >= UNSETTLED_MAX:
+        self.last_chunk_at = monotonic()
+        self.settle()
+        return True
+
+    def take_framed(self, data: bytes) -> bool:
+        """take() of a chunk with its framing; False for what is none. Most of a stream comes so, chunk by chunk,
+        and finds the processor's caches cold: what is called here costs more than it does."""
+        end = data.find(b"\r\n")
+        if CHUNK_SIZES.get(data[:end]) != len(data) - end - 4 or not data.endswith(b"\r\n"):
+            return False
+        chunk, transcript = data[end + 2:-2], self._transcript
+        passing = chunk if transcript is None else transcript.passing_whole(chunk)
+        if passing is None or (passing and not self._send(passing, data if passing is chunk else None)):
+            return False
+        passed = self._passed
+        passed.append(passing)
+        if transcript is not None:
+            self._came.append(chunk)
+        self.num_chunks += 1
+        self.last_chunk_at = monotonic()
+        if len(passed) >= UNSETTLED_MAX:
             self.settle()
         return True
 
@@ -62,3 +91,17 @@ class Shortcut:
             passed, self._passed = b"".join(self._passed), []
             if passed:
                 self._tail.feed(passed)
+
+
+class SoFar(NamedTuple):
+    """A stream whose first bytes have gone to its client, and what has followed them on the shortcut."""
+
+    shortcut: Shortcut
+    tail: StreamTail
+    transcript: Transcript | None
+    first_chunk_at: float
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the worker's."""
+        return 1 + self.shortcut.num_chunks

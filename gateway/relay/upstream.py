@@ -11,7 +11,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -46,9 +46,15 @@ class UpstreamRequest(Struct, frozen=True, gc=False):
     method: str = "POST"
 
 
-# Deal with a chunk here and now; False leaves it to the reader. The second argument: the same bytes with the framing
-# of HTTP/1.1, where they came as one chunk of that.
-Take = Callable[[bytes, bytes | None], bool]
+# Deal with body bytes here and now; False leaves them to the reader.
+Take = Callable[[bytes], bool]
+
+
+class Takers(NamedTuple):
+    """`take_framed` is given bytes as they came where a chunk of HTTP/1.1 begins, and takes one whole chunk alone."""
+
+    take: Take
+    take_framed: Take
 
 
 class UpstreamResponse(Protocol):
@@ -69,11 +75,11 @@ class UpstreamResponse(Protocol):
         """Seconds spent on getting a connection; next to nothing for a pooled one."""
         ...
 
-    async def read_chunk(self, within_s: float | None = None, take: Take | None = None) -> bytes:
+    async def read_chunk(self, within_s: float | None = None, takers: Takers | None = None) -> bytes:
         """What has arrived, b"" at a proper end; UpstreamFailure(RESET) at any other. Cancelling it loses nothing.
 
         TimeoutError when nothing was returned for `within_s`: nothing is lost, and it may be called again. What
-        arrives meanwhile may be offered to `take` at once; what that takes is not returned.
+        arrives meanwhile may be offered to `takers` at once; what they take is not returned.
         """
         ...
 

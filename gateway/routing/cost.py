@@ -17,10 +17,9 @@ Until our first token:
     doubt_s    what other gateways may have sent there since its report, which we shall meet
 Cost to others:
     others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
-               middle of an answer counts a part of a second that the first token is late. Where all cores are at
-               work that it shares with other endpoints (shared_cores.py), what we compute is paid by their requests
-               too: a first token late by as much as one core has to do, and streams by the same part. An answer of
-               ours takes a whole step for each token there where nobody else is, else a stream's share
+               middle of an answer counts a part of a second that the first token is late. Where it shares its
+               cores with other endpoints and all are at work (shared_cores.py), our prefill holds up theirs too, by a
+               core's share of it: streams as here, prompts that wait for their first token in full
     evict_s    cached blocks that go for ours, as far as they would have been asked for again
 And:
     price_s    what an operator or a breaker adds, bounded
@@ -210,7 +209,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
                 + STALL_WEIGHT * num_active * prefill_s)
     crowding = work.crowding.get(view.endpoint_id) if work.crowding else None
     if crowding is not None and crowding.is_full:
-        others_s += _crowd_s(crowding, prefill_s + output * (stream_step_s if num_active else step_s))
+        others_s += _crowd_s(crowding, prefill_s)
     room_s = evict_s = 0.0
     if view.blocks_total:
         # Free in the report, less what has been taken since then.
@@ -259,10 +258,10 @@ def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loa
     return least, most
 
 
-def _crowd_s(crowding: Crowding, work_s: float) -> float:
-    """What so much work takes from those who share the cores: each of them gets a core's share less of as long."""
-    waiting = crowding.num_prompts + STREAM_WEIGHT * crowding.num_streams
-    return work_s * waiting / crowding.num_cores
+def _crowd_s(crowding: Crowding, prefill_s: float) -> float:
+    """What computing a prompt takes from those who share the cores. Our answer takes as well, but the prompts that
+    wait now have begun by then; with it counted, idle endpoints were not woken even for memory that others lack."""
+    return prefill_s * (crowding.num_prompts + STALL_WEIGHT * crowding.num_streams) / crowding.num_cores
 
 
 def _slow_tokens(view: EndpointView, match: Match, matched: int) -> int:

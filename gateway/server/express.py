@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import orjson
 
@@ -22,13 +21,18 @@ from gateway.knowledge.endpoint_table import Endpoint
 from gateway.relay.connection import Exchange
 from gateway.relay.connection_pool import PooledUpstream
 from gateway.relay.retry import LOST_LOOK_S, AttemptFailed
+from gateway.relay.sse import error_event
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
 from gateway.server.dispatch import Choosing, Dispatcher
+from gateway.server.express_client import Client
+from gateway.server.express_stream import SILENT_MAX_S, LaneStream, begin_stream
 from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, new_request_id
 from gateway.server.placement import Placement
+from gateway.server.raw_response import STREAM_HEADERS, ChunkSender
 from gateway.server.reading import Given, Intake, Plan, Reading
+from gateway.server.replies import told_in_stream
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, routing_headers
@@ -40,23 +44,6 @@ WAIT_MAX_S = 2.0
 # So many take their steps together; then it is others' turn on the loop. One a connection waits, at most.
 TOGETHER_MAX = 32
 _log = get_logger(__name__)
-
-
-class Client(Protocol):
-    """The connection that a request came by."""
-
-    @property
-    def client_address(self) -> str | None:
-        """Where it comes from, as far as its own socket tells."""
-        ...
-
-    def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Send a whole answer."""
-        ...
-
-    def hand_over(self, passenger: Passenger) -> None:
-        """Let the usual way go on with it."""
-        ...
 
 
 class Express:
@@ -80,6 +67,8 @@ class Express:
         self._departing: list[Passenger] = []
         self._arriving: list[Passenger] = []
         self._look: asyncio.TimerHandle | None = None
+        config = state.config
+        self.takes_streams = min(config.keepalive_s, config.chunk_gap_timeout_s) > SILENT_MAX_S + LOST_LOOK_S
 
     @property
     def num_under_way(self) -> int:
@@ -102,6 +91,11 @@ class Express:
         if not self._arriving:
             self._loop.call_soon(self._arrive_all)
         self._arriving.append(passenger)
+
+    def stream_ended(self, passenger: Passenger) -> None:
+        """All of its stream has gone to its client."""
+        for step in _STREAM_END:
+            self._take_step([passenger], step)
 
     def _depart_all(self) -> None:
         """Those who came in one turn of the loop take each step together: what a step needs of the processor's caches
@@ -172,7 +166,7 @@ class Passenger:
     """
 
     __slots__ = ("_answer", "_body", "_client", "_express", "_given", "_plan", "data", "exchange", "facts",
-                 "headers", "intake", "placement", "record", "visit")
+                 "headers", "intake", "placement", "record", "stream", "visit")
 
     def __init__(self, express: Express, client: Client, facts: HeadFacts, record: RequestRecord, *, body: bytes,
                  data: bytes) -> None:
@@ -187,6 +181,7 @@ class Passenger:
         self.intake: Intake | None = None
         self.placement: Placement | None = None
         self.exchange: Exchange | None = None
+        self.stream: LaneStream | None = None
         self._given: Given | None = None
         self._plan: Plan | None = None
         self._answer = b""
@@ -252,8 +247,50 @@ class Passenger:
         if body and exchange.status == 200 and not exchange.headers.get("content-type", "").startswith(EVENT_STREAM):
             exchange.on_news, self._answer = None, body
             self._express.arrived(self)
-        elif exchange.has_body_or_end:
+        elif exchange.has_body_or_end and not self._stream_begins(exchange):
             self.hand_over()
+
+    def _stream_begins(self, exchange: Exchange) -> bool:
+        """Whether what has come is a stream's usual beginning, which is now with the client."""
+        placement, record = self.placement, self.record
+        assert placement is not None, "sent without a placement"
+
+        def begin(data: bytes) -> ChunkSender | None:
+            headers = {**STREAM_HEADERS, "Content-Type": exchange.headers["content-type"], **self.headers}
+            if self._express.config.expose_routing:
+                headers |= routing_headers(placement)
+            return self._client.begin_stream(headers, data)
+
+        if self._express.takes_streams:
+            self.stream = begin_stream(exchange, begin)
+        if self.stream is None:
+            return False
+        exchange.on_news = self._stream_news
+        answer_began(record, placement, exchange)
+        return True
+
+    def _stream_news(self) -> None:
+        """Something has come that the stream's shortcut does not take, or an end."""
+        assert self.exchange is not None
+        assert self.stream is not None
+        if self.stream.is_done(self.exchange):
+            self._express.stream_ended(self)
+        else:
+            self.hand_over()
+
+    def end_stream(self) -> bool:
+        """The client has all of its stream."""
+        placement, intake, stream = self.placement, self.intake, self.stream
+        assert placement is not None
+        assert intake is not None
+        assert stream is not None
+        placement.succeeded()
+        transcript = stream.so_far.transcript
+        if intake.learn is not None and transcript is not None and transcript.is_kept:
+            intake.learn(told_in_stream(transcript.kept_blocks()))
+        self.record.stream_ended(stream.end(None))
+        self._client.end_stream(b"")
+        return True
 
     def answer(self) -> bool:
         """The client has its answer."""
@@ -291,7 +328,10 @@ class Passenger:
         return visit
 
     def is_overdue(self, now: float) -> bool:
-        """Whether it has waited long, or for a worker that is lost."""
+        """Whether it has waited long, or for a worker that is lost; of a stream: is it silent or out of time?"""
+        if self.stream is not None:
+            ends_at = self.record.began_at + self._express.config.total_timeout_s - SILENT_MAX_S
+            return self.stream.is_silent(now) or now > ends_at
         limit_s = min(WAIT_MAX_S, self._express.config.first_byte_timeout_s - LOST_LOOK_S)
         if self.visit is not None and self.visit.deadline_at is not None:
             limit_s = min(limit_s, self.visit.deadline_at - LOST_LOOK_S - self.record.began_at)
@@ -305,10 +345,21 @@ class Passenger:
 
     def refuse(self, error: ApiError) -> None:
         """The request ends in this error."""
+        if self.stream is not None:
+            self._break_off(self.stream, error)
+            return
         self.record.refused(error)
         self._drop("refused")
         headers = {"Content-Type": JSON_TYPE, **error.headers, **self.headers}
         self._client.answer(error.status, headers, orjson.dumps(error.body()))
+        self._express.ended(self.record)
+
+    def _break_off(self, stream: LaneStream, error: ApiError) -> None:
+        """Its client reads of the error behind what it has."""
+        self.record.stream_ended(stream.end(error))
+        self._drop("refused")
+        event = error_event(orjson.dumps(error.body()))
+        self._client.end_stream(b"%x\r\n%b\r\n" % (len(event), event))
         self._express.ended(self.record)
 
     def client_left(self) -> None:
@@ -321,13 +372,17 @@ class Passenger:
         self._express.left(self, outcome)
         if self.exchange is not None:
             self.exchange.on_news = None
+            if self.stream is not None:
+                self.exchange.hold()
 
     def _drop(self, outcome: str) -> None:
         """Give back whatever it holds."""
         self._leave(outcome)
         if self.exchange is not None:
             self.exchange.close()
-        if self.placement is not None:
+        if self.placement is not None and self.stream is not None:
+            self.placement.release()
+        elif self.placement is not None:
             self.placement.abandon()
         if self.visit is not None:
             self.visit.end()
@@ -336,3 +391,4 @@ class Passenger:
 
 _DEPARTURE = (Passenger.enter, Passenger.parse, Passenger.tokenise, Passenger.choose, Passenger.send)
 _ARRIVAL = (Passenger.answer, Passenger.end)
+_STREAM_END = (Passenger.end_stream, Passenger.end)

@@ -7,6 +7,7 @@ of something: whoever pipelines, sends in chunks or breaks HTTP stays on aiohttp
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from gateway.server.connections import KEEPALIVE_TIMEOUT_S, ConnectionLimits, Gu
 from gateway.server.express import Express, Passenger
 from gateway.server.http import Routes
 from gateway.server.known_heads import Cut
-from gateway.server.raw_response import whole_head
+from gateway.server.raw_response import CHUNKED_EVENTS, LAST_CHUNK, ChunkSender, stream_beginning, whole_head
 
 # A body that takes longer to arrive is aiohttp's to wait for.
 COLLECT_S = 1.0
@@ -43,7 +44,7 @@ class ExpressConnection(GuardedConnection):
 
     @property
     def client_address(self) -> str | None:
-        """See express.Client."""
+        """See Client."""
         peer = self.peername
         return str(peer[0]) if isinstance(peer, (list, tuple)) else peer
 
@@ -88,13 +89,32 @@ class ExpressConnection(GuardedConnection):
     # ---- the express lane ----------------------------------------------------------------------------------------
 
     def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """See express.Client."""
+        """See Client."""
         self._passenger = None
         transport = self.transport
         if transport is None or transport.is_closing():
             return
         closes = self._arrivals.is_closing
         transport.write(whole_head(status, [*headers.items()], len(body), "close" if closes else None) + body)
+        self._answered(transport, closes=closes)
+
+    def begin_stream(self, headers: Mapping[str, str], data: bytes) -> ChunkSender | None:
+        """See Client."""
+        transport = self.transport
+        if transport is None or transport.is_closing() or self.writing_paused or self._arrivals.is_closing:
+            return None
+        transport.write(stream_beginning([*headers.items()], data))
+        return ChunkSender(self, CHUNKED_EVENTS, data)
+
+    def end_stream(self, data: bytes) -> None:
+        """See Client."""
+        self._passenger = self.probe_stream = None
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data + LAST_CHUNK)
+            self._answered(transport, closes=self._arrivals.is_closing)
+
+    def _answered(self, transport: asyncio.Transport, *, closes: bool) -> None:
         self._next_keepalive_close_time = self._loop.time() + KEEPALIVE_TIMEOUT_S
         if closes:
             self.force_close()
@@ -102,7 +122,7 @@ class ExpressConnection(GuardedConnection):
             self.answered()  # whoever does not read is watched
 
     def hand_over(self, passenger: Passenger) -> None:
-        """See express.Client. Who has not been let in yet begins anew."""
+        """See Client. Who has not been let in yet begins anew."""
         self._passenger, self.begun = None, None if passenger.visit is None else passenger
         self._feed(passenger.data)
 

@@ -33,7 +33,8 @@ from gateway.relay.relay import (
     relay_bytes,
     relay_rest,
 )
-from gateway.relay.retry import AttemptFailed, Refusal, Walk
+from gateway.relay.retry import AttemptFailed, FirstAnswer, Refusal, Walk
+from gateway.relay.shortcut import SendNow, SoFar
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import UpstreamFailure, UpstreamRequest
 from gateway.server.addressing import ChoiceToResume, passed_on_headers, upstream_request
@@ -62,7 +63,7 @@ from gateway.server.migration import (
 )
 from gateway.server.prompt_metrics import PromptMemoryCollector
 from gateway.server.prompt_work import PromptWork
-from gateway.server.raw_response import ClientStream, EventStream, WholeResponse
+from gateway.server.raw_response import STREAM_HEADERS, BegunStream, ClientStream, EventStream, WholeResponse
 from gateway.server.reading import Given, Intake, Reading
 from gateway.server.replies import Learn, told_in_stream
 from gateway.server.request_log import RequestLog
@@ -74,7 +75,6 @@ from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 
 QUEUE_FULL = "queue_full"
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = get_logger(__name__)
 
 
@@ -85,6 +85,16 @@ class Going(NamedTuple):
     record: RequestRecord
     headers: Mapping[str, str]
     begun: Passenger | None
+
+
+class Passing(NamedTuple):
+    """A stream to its client; `so_far`: in the express lane."""
+
+    response: web.StreamResponse
+    write: Write
+    send_now: SendNow | None
+    transcript: Transcript | None
+    so_far: SoFar | None = None
 
 
 class Generate:
@@ -202,10 +212,30 @@ class Generate:
                 await visit.turn(self._reading.ask(intake))
             elif not visit.has_place:
                 await visit.wait(self._reading.ask(intake))
-            return await self._from_a_worker(request, intake, Answering(
+            answering = Answering(
                 record, going.headers, visit.first_byte_limit_s(self._config.first_byte_timeout_s), may_move,
-                Watch(lambda: self._is_stopping, ends_at=record.began_at + self._config.total_timeout_s)),
-                Walk(begun=None if begun is None else begun.placement))
+                Watch(lambda: self._is_stopping, ends_at=record.began_at + self._config.total_timeout_s))
+            if begun is not None and begun.stream is not None:
+                return await self._go_on(request, intake, answering, begun)
+            return await self._from_a_worker(request, intake, answering,
+                                             Walk(begun=None if begun is None else begun.placement))
+
+    async def _go_on(self, request: BaseRequest, intake: Intake, answering: Answering,
+                     begun: Passenger) -> web.StreamResponse:
+        """A stream that the express lane has begun."""
+        placement, exchange, stream = begun.placement, begun.exchange, begun.stream
+        assert placement is not None
+        assert exchange is not None
+        assert stream is not None
+        response = BegunStream(request)
+        client = ClientStream(request, response, stream.sender.last)
+        stream.so_far.shortcut.send_through(client.send_now)
+        try:
+            return await self._pass_stream(intake, answering, Taken(placement, FirstAnswer(exchange, b"")), Passing(
+                response, client.write, client.send_now, stream.so_far.transcript, stream.so_far))
+        finally:
+            exchange.close()
+            placement.release()
 
     async def _read(self, request: BaseRequest, going: Going, tenant: Tenant, visit: Visit) -> Intake:
         seen = {REQUEST_ID_HEADER: going.record.request_id, **passed_on_headers(request.headers)}
@@ -275,17 +305,23 @@ class Generate:
 
     async def _stream(self, request: BaseRequest, intake: Intake, answering: Answering,
                       taken: Taken) -> web.StreamResponse:
-        answer, placement = taken.answer, taken.placement
-        response = EventStream(headers={**_STREAM_HEADERS, **answering.headers})
+        response = EventStream(headers={**STREAM_HEADERS, **answering.headers})
         await response.prepare(request)
         client = ClientStream(request, response)
         way = way_back(request)
         write: Write = client.write if way is None else way.writer(client.write, answering.record)
-        transcript, scheme = Transcript() if tells_tokens(answer) else None, placement.endpoint.scheme
+        return await self._pass_stream(intake, answering, taken, Passing(
+            response, write, client.send_now if way is None else None,
+            Transcript() if tells_tokens(taken.answer) else None))
+
+    async def _pass_stream(self, intake: Intake, answering: Answering, taken: Taken,
+                           passing: Passing) -> web.StreamResponse:
+        answer, placement = taken.answer, taken.placement
+        write, transcript, scheme = passing.write, passing.transcript, placement.endpoint.scheme
         may_move = answering.may_move and transcript is not None
         watch = replace(answering.watch, is_lost=placement.is_lost) if may_move else answering.watch
         end = await pass_stream(answer, write, self._limits, watch, transcript=transcript,
-                                send_now=client.send_now if way is None else None)
+                                send_now=passing.send_now, so_far=passing.so_far)
         if end.failure is None:
             placement.succeeded()
             if intake.learn is not None and transcript is not None and transcript.is_kept:
@@ -298,8 +334,8 @@ class Generate:
                 intake.parsed.include_usage, answering.watch), write)
         answering.record.stream_ended(end)
         await end_stream(end, write, lambda error: orjson.dumps(error.body()), self._limits)
-        await response.write_eof()
-        return response
+        await passing.response.write_eof()
+        return passing.response
 
     async def _whole(self, request: BaseRequest, taken: Taken, answering: Answering,
                      headers: Mapping[str, str], *, learn: Learn | None) -> web.StreamResponse:

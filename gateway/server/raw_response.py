@@ -21,6 +21,9 @@ from gateway.relay.http_head import head_bytes
 from gateway.server.connections import GuardedConnection
 
 PROBE_COMMENT = b":\n\n"
+LAST_CHUNK = b"0\r\n\r\n"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+CHUNKED_EVENTS: Mapping[str, str] = {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -83,58 +86,110 @@ def whole_head(status: int, headers: list[tuple[str, str]], num_body_bytes: int,
     return head_bytes(_STATUS_LINES.get(status, f"HTTP/1.1 {status} "), lines)
 
 
+def stream_beginning(headers: list[tuple[str, str]], data: bytes) -> bytes:
+    """The head of a stream and its first chunk."""
+    lines = [*headers, (hdrs.TRANSFER_ENCODING, "chunked"), ("Date", _date())]
+    return head_bytes(_STATUS_LINES[200], lines) + b"%x\r\n%b\r\n" % (len(data), data)
+
+
 class EventStream(web.StreamResponse):
     """A response whose head goes along with the first bytes of its body, in one write."""
 
     _send_headers_immediately = False
 
 
-class ClientStream:
-    """The chunks of a response whose head aiohttp has prepared. write() returns something to await only when the
-    client reads more slowly than we write."""
+class BegunStream(web.StreamResponse):
+    """A stream of events whose head and first bytes have gone out past aiohttp."""
 
-    def __init__(self, request: BaseRequest, response: web.StreamResponse) -> None:
-        self._protocol = request.protocol
-        self._writer = request.writer
-        self._response = response
-        self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
-        self._has_begun = False
-        self._last = b""
-        is_events = response.headers.get(hdrs.CONTENT_TYPE, "").startswith("text/event-stream")
-        if is_events and isinstance(self._protocol, GuardedConnection):
-            self._protocol.probe_stream = self._probe
+    def __init__(self, request: BaseRequest) -> None:
+        super().__init__(headers=CHUNKED_EVENTS)
+        self._request = request
+        self._is_kept_alive = request.keep_alive
+        request.writer.output_size += 1     # so that nobody begins another answer
+
+    @property
+    def prepared(self) -> bool:
+        """Whether it is on its way."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection serves another request."""
+        return self._is_kept_alive
+
+    def force_close(self) -> None:
+        """End the connection after this response."""
+        self._is_kept_alive = False
+
+    async def prepare(self, request: BaseRequest) -> AbstractStreamWriter | None:
+        """Nothing is left to do."""
+        return request.writer
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Send the end, once, and await the client, should it be slow."""
+        if not self._eof_sent:
+            self._eof_sent = True
+            transport = self._request.transport
+            if transport is None or transport.is_closing():
+                raise ConnectionResetError("the client has left")
+            transport.write(LAST_CHUNK)
+            await self._request.writer.drain()
+
+
+class ChunkSender:
+    """The chunks of a stream to a client that takes them as they come. `last`: what it has of the stream already."""
+
+    __slots__ = ("_has_begun", "_is_chunked", "_protocol", "last")
+
+    def __init__(self, protocol: web.RequestHandler, headers: Mapping[str, str], last: bytes = b"") -> None:
+        self._protocol = protocol
+        self._is_chunked = headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        self._has_begun = bool(last)
+        self.last = last
+        is_events = headers.get(hdrs.CONTENT_TYPE, "").startswith("text/event-stream")
+        if is_events and isinstance(protocol, GuardedConnection):
+            protocol.probe_stream = self._probe
 
     def _probe(self) -> bool:
         """A comment, should an event have just ended: it tells a client that has left from one that waits."""
-        is_between = self._has_begun and self._last.endswith(b"\n\n")
-        if is_between:
-            self.write(PROBE_COMMENT)
-        return is_between
-
-    def write(self, data: bytes) -> Awaitable[None] | None:
-        """Send `data`, which is not empty, as one chunk. ConnectionError when the client has left."""
-        if not self._has_begun:
-            self._has_begun, self._last = True, data
-            return self._response.write(data)  # aiohttp sends its head along with the first bytes
-        transport = self._protocol.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client has left")
-        self._last = data
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        return self._writer.drain() if self._protocol.writing_paused else None
+        return self._has_begun and self.last.endswith(b"\n\n") and self.send_now(PROBE_COMMENT)
 
     def send_now(self, data: bytes, framed: bytes | None = None) -> bool:
-        """write(), when that would neither wait nor fail; False: nothing was sent. `framed`: `data` as a chunk."""
+        """Send `data` as one chunk; False: nothing was sent, it would wait or fail. `framed`: `data` as a chunk."""
         protocol = self._protocol
         transport = protocol.transport
         if not self._has_begun or protocol._paused or transport is None or transport.is_closing():
             return False
-        self._last = data
+        self.last = data
         if not self._is_chunked:
             transport.write(data)
         else:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if framed is None else framed)
         return True
+
+
+class ClientStream(ChunkSender):
+    """The chunks of a response whose head aiohttp has prepared. write() returns something to await only when the
+    client reads more slowly than we write. `last`: what went out before."""
+
+    __slots__ = ("_response", "_writer")
+
+    def __init__(self, request: BaseRequest, response: web.StreamResponse, last: bytes = b"") -> None:
+        super().__init__(request.protocol, response.headers, last)
+        self._writer = request.writer
+        self._response = response
+
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        """Send `data`, which is not empty, as one chunk. ConnectionError when the client has left."""
+        if not self._has_begun:
+            self._has_begun, self.last = True, data
+            return self._response.write(data)  # aiohttp sends its head along with the first bytes
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        self.last = data
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        return self._writer.drain() if self._protocol.writing_paused else None
 
 
 class _Clock:

@@ -134,8 +134,8 @@ def test_what_took_the_shortcut_is_remembered_as_if_it_had_not(chunks: list[byte
 
     shortcut = Shortcut(send, tail, short)
     for at, chunk in enumerate(chunks):
-        framed = b"%x\r\n%b\r\n" % (len(chunk), chunk) if at % 3 else None
-        if not shortcut.take(chunk, framed):
+        takers = shortcut.takers
+        if not (takers.take_framed(b"%x\r\n%b\r\n" % (len(chunk), chunk)) if at % 3 else takers.take(chunk)):
             shortcut.settle()
             passing = chunk if short is None else short.feed(chunk)
             if passing:

@@ -7,7 +7,7 @@ import ssl
 
 import aiohttp
 
-from gateway.relay.upstream import FailureKind, Take, UpstreamFailure, UpstreamRequest, UpstreamResponse
+from gateway.relay.upstream import FailureKind, Takers, UpstreamFailure, UpstreamRequest, UpstreamResponse
 
 READ_BUFFER_BYTES = 64 * 1024
 
@@ -46,7 +46,7 @@ class _Response:
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.headers.items()}
 
-    async def read_chunk(self, within_s: float | None = None, take: Take | None = None) -> bytes:
+    async def read_chunk(self, within_s: float | None = None, takers: Takers | None = None) -> bytes:
         async with asyncio.timeout(within_s):
             try:
                 return await self._response.content.readany()

@@ -110,7 +110,7 @@ def test_workers_on_the_same_cores_crowd_each_other_whatever_their_model() -> No
     crowding = table.crowding({"a": LoadView(num_inflight=2)})
     assert {name: crowd.is_full for name, crowd in crowding.items()} == {"a": False, "b": True}
     assert crowding["b"].num_prompts == 2
-    first = next(iter(table))
+    first, second, *_ = table
     first.joined_epoch = None
     assert table.crowding({}) == {}, "a worker that has not joined computes nothing of ours"
 
@@ -131,3 +131,11 @@ def test_views_of_many_are_what_each_would_show_now_whatever_changes() -> None:
     second.own_load_at_report = LoadView(3, 0, 0)
     assert table.views(endpoints, loads)[1].num_running == 0
     assert table.views(endpoints, {**loads, "b": LoadView(2, 0, 0)})[1].num_running == 2
+
+
+    first.joined_epoch = "e"
+    assert set(table.crowding({})) == {"a", "b"}
+    second.report = msgspec.structs.replace(report(), cpu=another)
+    assert set(table.crowding({})) == {"b", "c"}
+    table.remove("c")
+    assert table.crowding({}) == {}

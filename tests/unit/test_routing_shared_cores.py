@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.copies import SPARE_BUSY_MAX
-from gateway.routing.cost import STREAM_WEIGHT, Rates, Work, candidate_cost
+from gateway.routing.cost import STALL_WEIGHT, Rates, Work, candidate_cost
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.picker import PickInput, RoutingDecision, pick
@@ -53,7 +53,7 @@ def test_work_on_full_cores_is_paid_by_all_who_share_them() -> None:
     for view, load in zip(VIEWS, (BUSY, BUSY, NO_LOAD, NO_LOAD), strict=True):
         alone, here = (candidate_cost(view, NO_MATCH, load, work, rates=Rates()) for work in works)
         # Two of four have work, so there is a core for each of these, and none for the others.
-        extra_s = 0.0 if load is BUSY else (alone.prefill_s + 100 * 0.02) * (4 + STREAM_WEIGHT * 6) / 2
+        extra_s = 0.0 if load is BUSY else alone.prefill_s * (4 + STALL_WEIGHT * 6) / 2
         assert here.others_s - alone.others_s == pytest.approx(extra_s)
         assert here.first_token_s == alone.first_token_s
 

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.relay.connection import MAX_BUFFERED_BYTES
 from gateway.relay.connection_pool import PooledUpstream
-from gateway.relay.upstream import FailureKind, UpstreamFailure, UpstreamRequest
+from gateway.relay.upstream import FailureKind, Takers, UpstreamFailure, UpstreamRequest
 from tests.conformance.upstream.test_every_upstream import SOON_S, answers, fetch, once, post
 from tests.support.scripted_server import CHUNKED, OK, Peer, Script, scripted, sized
 
@@ -130,21 +130,28 @@ async def test_what_arrives_while_one_waits_is_offered_and_only_what_is_not_take
             await peer.send(b"3\r\n%b\r\n" % text + (b"0\r\n\r\n" if text == b"end" else b""))
 
     offered: list[bytes] = []
+    came: list[bytes] = []
 
-    def take(chunk: bytes, framed: bytes | None) -> bool:
+    def take(chunk: bytes) -> bool:
         offered.append(chunk)
-        assert framed == (None if chunk == b"end" else b"3\r\n%b\r\n" % chunk), "as it came, if it came alone"
         go_on.set()
         return chunk != b"not"
+
+    def take_framed(data: bytes) -> bool:
+        came.append(data)
+        return len(data) == len(b"3\r\none\r\n") and take(data[3:6])
+
+    takers = Takers(take, take_framed)
 
     async with scripted(script) as server, pool() as upstream:
         response = await upstream.open(post(server.url))
         assert await response.read_chunk(SOON_S) == b"no", "nobody waited yet, or it could not be in order"
         go_on.set()
-        assert await response.read_chunk(SOON_S, take) == b"not"
-        assert offered == [b"one", b"two", b"not"]
-        assert await response.read_chunk(SOON_S, take) == b"", "the end is for the reader"
-        assert offered == [b"one", b"two", b"not", b"end"]
+        assert await response.read_chunk(SOON_S, takers) == b"not"
+        assert offered == [b"one", b"two", b"not", b"not"], "what one leaves is offered to the other"
+        assert await response.read_chunk(SOON_S, takers) == b"", "the end is for the reader"
+        assert offered[4:] == [b"end"]
+        assert came == [b"3\r\n%b\r\n" % text for text in (b"one", b"two", b"not")] + [b"3\r\nend\r\n0\r\n\r\n"]
         response.close()
         assert upstream.num_idle == 1
 
