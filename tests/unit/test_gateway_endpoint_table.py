@@ -113,6 +113,12 @@ def test_workers_on_the_same_cores_crowd_each_other_whatever_their_model() -> No
     first, second, *_ = table
     first.joined_epoch = None
     assert table.crowding({}) == {}, "a worker that has not joined computes nothing of ours"
+    first.joined_epoch = "e"
+    assert set(table.crowding({})) == {"a", "b"}
+    second.report = msgspec.structs.replace(report(), cpu=another)
+    assert set(table.crowding({})) == {"b", "c"}
+    table.remove("c")
+    assert table.crowding({}) == {}
 
 
 def test_views_of_many_are_what_each_would_show_now_whatever_changes() -> None:
@@ -131,11 +137,3 @@ def test_views_of_many_are_what_each_would_show_now_whatever_changes() -> None:
     second.own_load_at_report = LoadView(3, 0, 0)
     assert table.views(endpoints, loads)[1].num_running == 0
     assert table.views(endpoints, {**loads, "b": LoadView(2, 0, 0)})[1].num_running == 2
-
-
-    first.joined_epoch = "e"
-    assert set(table.crowding({})) == {"a", "b"}
-    second.report = msgspec.structs.replace(report(), cpu=another)
-    assert set(table.crowding({})) == {"b", "c"}
-    table.remove("c")
-    assert table.crowding({}) == {}
