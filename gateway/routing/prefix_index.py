@@ -157,8 +157,9 @@ class PrefixIndex:
                 and self._unplaced.may_add(hashes, depth)):
             self._unplaced.add(speculation, hashes, depth)
         else:
-            self._unplaced.place_all(hashes)
-            last = self._stake_all(speculation, start, hashes[depth:])
+            rest = hashes[depth:]
+            self._unplaced.place_all(rest)
+            last = self._stake_all(speculation, start, rest)
         if speculation.chain or speculation.num_blocks:
             self._bets.place(speculation)
             if blocks_max is not None:

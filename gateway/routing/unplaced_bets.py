@@ -73,7 +73,7 @@ class UnplacedBets:
     def place_all(self, hashes: Sequence[int]) -> None:
         """Place the bets that begin with any of `hashes`."""
         by_first = self.by_first
-        if by_first.keys().isdisjoint(hashes):
+        if not by_first or by_first.keys().isdisjoint(hashes):
             return
         for bet in [by_first[block_hash] for block_hash in hashes if block_hash in by_first]:
             if bet.chain:
