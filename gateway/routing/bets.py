@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
+from msgspec import Struct
+
 from gateway.routing.claims import Claims
 
 VOID_BETS_MAX = 256
@@ -17,22 +19,19 @@ LOOK_AGAIN_S = 5.0   # at a bet that is held
 _NO_BLOCKS = array("i")   # nobody adds to it
 
 
-class Speculation:
+class Speculation(Struct, eq=False, gc=False):
     """The bet of one booking. Give it to withdraw() when the request failed before its first byte.
 
     It is on blocks of the tree, or *unplaced* (unplaced_bets.py): then on the hashes of `chain` from `depth` on.
     """
 
-    __slots__ = ("_blocks", "_ttl_s", "chain", "claims", "depth", "expires_at", "serial")
-
-    def __init__(self, claims: Claims, expires_at: float, serial: int) -> None:
-        self.claims = claims
-        self._blocks = _NO_BLOCKS
-        self.chain: Sequence[int] = ()
-        self.depth = 0
-        self.expires_at = expires_at
-        self.serial = serial
-        self._ttl_s = 0.0
+    claims: Claims
+    expires_at: float
+    serial: int
+    chain: Sequence[int] = ()
+    depth: int = 0
+    _blocks: array[int] = _NO_BLOCKS
+    _ttl_s: float = 0.0
 
     def place(self, blocks: array[int]) -> None:
         """It is on these blocks, and no longer unplaced."""
@@ -83,6 +82,8 @@ class OpenBets:
         """`bet` is on at least one block."""
         self.num_blocks += bet.num_blocks
         heappush(self._heap, (bet.expires_at, bet.serial, bet))
+        if self._num_void > len(self._heap) // 2 + VOID_BETS_MAX:
+            self._forget_void()
 
     def take(self, bet: Speculation) -> array[int]:
         """See Speculation.take(); the bet is void from now on."""
@@ -113,9 +114,12 @@ class OpenBets:
             heappop(heap)
             self._num_void -= 1
         if self._num_void > len(heap) // 2 + VOID_BETS_MAX:
-            self._heap = [entry for entry in heap if entry[2].num_blocks]
-            heapify(self._heap)
-            self._num_void = 0
+            self._forget_void()
+
+    def _forget_void(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[2].num_blocks]
+        heapify(self._heap)
+        self._num_void = 0
 
     def check_invariants(self) -> None:
         """AssertionError names what is wrong."""

@@ -21,6 +21,7 @@ from gateway.routing.hash_table import HashTable
 ROOT = 0
 FIRST_ROWS = 64
 VECTOR_MIN = 24  # below, numpy costs more than it saves
+RUN_MIN = 5      # and below, doing a run at once
 ROWS_AT_ONCE_MAX = 1 << 13
 # Of the columns below: key 8, following 4, bucket 4, parent, first child, two siblings, set 4 each, touched 1; and
 # what arrays are ahead of their use.
@@ -81,6 +82,13 @@ class BlockTree:
     def append(self, parent: int, hashes: Sequence[int], holder_set: int) -> list[int]:
         """New blocks for the chain `hashes` below `parent`, all in `holder_set`; fewer, where a hash is known."""
         blocks: list[int] = []
+        if len(hashes) < RUN_MIN:
+            for block_hash in hashes:
+                if self.find(block_hash):
+                    break
+                parent = self.append_one(parent, block_hash, holder_set)
+                blocks.append(parent)
+            return blocks
         while hashes:
             ids = self._reserve(len(hashes))
             first, count = ids[1], len(ids) - 2

@@ -119,3 +119,21 @@ def test_workers_on_the_same_cores_crowd_each_other_whatever_their_model() -> No
     assert set(table.crowding({})) == {"b", "c"}
     table.remove("c")
     assert table.crowding({}) == {}
+
+
+def test_views_of_many_are_what_each_would_show_now_whatever_changes() -> None:
+    table = EndpointTable((worker("a"), worker("b")))
+    endpoints = tuple(table)
+    for endpoint in endpoints:
+        endpoint.reachable, endpoint.joined_epoch, endpoint.report, endpoint.scheme = True, "e", report(), SCHEME
+    first, second = endpoints
+    loads = {"a": LoadView(1, 100, 50), "b": NO_LOAD}
+    before = table.views(endpoints, loads)
+    again = table.views(endpoints, loads)
+    assert all(old is new for old, new in zip(before, again, strict=True)), "nothing has changed"
+    first.feed.in_sequence = True
+    assert [view.knowledge for view in table.views(endpoints, loads)] == [Knowledge.EXACT, Knowledge.APPROXIMATE]
+    second.report = report(LoadReport(running=3))
+    second.own_load_at_report = LoadView(3, 0, 0)
+    assert table.views(endpoints, loads)[1].num_running == 0
+    assert table.views(endpoints, {**loads, "b": LoadView(2, 0, 0)})[1].num_running == 2

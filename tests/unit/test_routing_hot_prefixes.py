@@ -58,3 +58,16 @@ def test_bounds_hold_whatever_comes_and_the_hottest_stays() -> None:
         assert len(hot) <= 5
         assert hot.num_tokens == sum(prefix.num_tokens for _, prefix in hot.hottest(99, float(step))) <= 200
     assert hot.get(7) is not None
+
+
+def test_one_more_hit_of_a_listed_prefix_needs_no_sighting() -> None:
+    hot, again = HotPrefixes(), HotPrefixes()
+    for number in range(2):
+        hot.note(sighting(1, own=number), 0.0)
+        again.note(sighting(1, own=number), 0.0)
+    chain = sighting(1).chain
+    assert not hot.hit(chain, 7, 5.0), "another prefix"
+    assert not hot.hit(chain, BLOCKS_MIN - 1, 5.0)
+    assert hot.hit(chain, 8, 5.0)
+    again.note(sighting(1), 5.0)
+    assert hot.hottest(9, 6.0) == again.hottest(9, 6.0)
