@@ -262,7 +262,7 @@ def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loa
 
 def _crowd_s(crowding: Crowding, prefill_s: float) -> float:
     """What computing a prompt takes from all who share full cores, wherever on them it is computed: so what counts
-    is tokens that are computed twice. Our answer takes as well, but the prompts that wait now have begun by then; with
+    is tokens that are computed twice. Our answer takes as well, but prompts that wait now have begun by then; with
     it counted, idle endpoints were not woken even for memory that others lack."""
     waiting = crowding.num_prompts + STALL_WEIGHT * crowding.num_streams
     return CROWD_WEIGHT * prefill_s * waiting / crowding.num_cores
