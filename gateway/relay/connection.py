@@ -181,6 +181,8 @@ class Exchange:
         self._chunks.clear()
         self._num_buffered = 0
         self._offer(takers)
+        if self._connection is not None:
+            self._connection.resume()
 
     def hold(self) -> None:
         """The end of pass_on(): what comes from now on is for a reader."""

@@ -18,8 +18,8 @@ Until our first token:
 Cost to others:
     others_s   our tokens lengthen every step of the streams there, our prefill holds them up. A second late in the
                middle of an answer counts a part of a second that the first token is late. Where it shares its
-               cores with other endpoints and all are at work (shared_cores.py), our prefill holds up theirs too, by a
-               core's share of it: streams as here, prompts that wait for their first token in full
+               cores with other endpoints and all are at work (shared_cores.py), our prefill holds up all who are
+               there by a part of a core's share of it: prompts that wait for their first token, streams as above
     evict_s    cached blocks that go for ours, as far as they would have been asked for again
 And:
     price_s    what an operator or a breaker adds, bounded
@@ -69,6 +69,8 @@ STREAM_STEP_SHARE = 0.02
 # A second of others' streams against a second until a first token.
 STREAM_WEIGHT = 0.25
 STALL_WEIGHT = 0.1
+# Of a prompt computed on full cores, what those meet who wait there: some have begun before, some are ahead of it.
+CROWD_WEIGHT = 0.5
 # The share of its pool that a worker keeps for the growth of what runs.
 ROOM_KEPT_RATIO = 0.01
 # How far what is thought to be free may be off, as a share of the pool.
@@ -259,9 +261,11 @@ def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loa
 
 
 def _crowd_s(crowding: Crowding, prefill_s: float) -> float:
-    """What computing a prompt takes from those who share the cores. Our answer takes as well, but the prompts that
-    wait now have begun by then; with it counted, idle endpoints were not woken even for memory that others lack."""
-    return prefill_s * (crowding.num_prompts + STALL_WEIGHT * crowding.num_streams) / crowding.num_cores
+    """What computing a prompt takes from all who share full cores, wherever on them it is computed: so what counts
+    is tokens that are computed twice. Our answer takes as well, but prompts that wait now have begun by then; with
+    it counted, idle endpoints were not woken even for memory that others lack."""
+    waiting = crowding.num_prompts + STALL_WEIGHT * crowding.num_streams
+    return CROWD_WEIGHT * prefill_s * waiting / crowding.num_cores
 
 
 def _slow_tokens(view: EndpointView, match: Match, matched: int) -> int:

@@ -35,8 +35,8 @@ class CoreSet(NamedTuple):
 
 class Crowding(NamedTuple):
     """What an endpoint meets on its cores: `busy_share` of them wanted by whoever has work, itself included as it is;
-    `is_full` when its own threads and those of others at work are more than there are. Prompts whose first token is
-    waited for, and streams that have begun, are the others'."""
+    `is_full` when all are, or would be with its own threads and then some. Prompts whose first token is waited for,
+    and streams that have begun, are those of all who share them."""
 
     num_cores: int
     busy_share: float
@@ -62,11 +62,11 @@ def crowding_of(core_sets: Sequence[CoreSet], views: Mapping[str, EndpointView],
         work = {endpoint_id: _work_of(views.get(endpoint_id), loads.get(endpoint_id, NO_LOAD))
                 for endpoint_id in threads}
         busy = sum(threads[endpoint_id] for endpoint_id, (prompts, streams) in work.items() if prompts or streams)
-        all_prompts, all_streams = (sum(column) for column in zip(*work.values(), strict=True))
+        all_prompts, all_streams = map(sum, zip(*work.values(), strict=True))
         for endpoint_id, (prompts, streams) in work.items():
             wanted = busy if prompts or streams else busy + threads[endpoint_id]
-            found[endpoint_id] = Crowding(num_cores, min(1.0, busy / num_cores), wanted > num_cores,
-                                          all_prompts - prompts, all_streams - streams)
+            found[endpoint_id] = Crowding(num_cores, min(1.0, busy / num_cores),
+                                          busy >= num_cores or wanted > num_cores, all_prompts, all_streams)
     return found
 
 

@@ -107,7 +107,9 @@ class ExpressConnection(GuardedConnection):
         return ChunkSender(self, CHUNKED_EVENTS, data)
 
     def end_stream(self, data: bytes) -> None:
-        """See Client."""
+        """See Client. Only once: what follows is another answer's."""
+        if self._passenger is None:
+            return
         self._passenger = self.probe_stream = None
         transport = self.transport
         if transport is not None and not transport.is_closing():

@@ -17,6 +17,7 @@ from worker.protocol.internal_request import TOKEN_IDS_HEADER, TOKEN_IDS_IN_COMM
 from worker.protocol.told_tokens import encode_told
 
 NUM_EVENTS = 4
+NUM_LARGE, LARGE_BYTES = 300, 65_536    # more than the sockets' buffers hold
 EVENTS = [*(b"data: " + orjson.dumps({"choices": [{"index": 0, "delta": {"content": f"{number} \u00e9"}}]}) + b"\n\n"
             for number in range(NUM_EVENTS - 1)), b"data: [DONE]\n\n"]
 WHOLE = b"".join(EVENTS)
@@ -68,15 +69,16 @@ async def rest(client: Client, steps: Steps) -> bytes:
 def body_of(found: bytes) -> bytes:
     """Without head and framing."""
     _, _, framed = found.partition(b"\r\n\r\n")
-    body = b""
+    chunks, at = [], 0
     while True:
-        size, _, framed = framed.partition(b"\r\n")
-        if not int(size, 16):
-            assert framed == b"\r\n"
-            return body
-        body += framed[:int(size, 16)]
-        assert framed[int(size, 16):int(size, 16) + 2] == b"\r\n"
-        framed = framed[int(size, 16) + 2:]
+        end = framed.index(b"\r\n", at)
+        size, at = int(framed[at:end], 16), end + 2
+        assert framed[at + size:at + size + 2] == b"\r\n"
+        if not size:
+            assert at + 2 == len(framed)
+            return b"".join(chunks)
+        chunks.append(framed[at:at + size])
+        at += size + 2
 
 
 async def inflight(gateway: GatewayUnderTest) -> float:
@@ -203,3 +205,29 @@ async def test_a_stop_ends_a_stream_in_words() -> None:
             found += await client.reader.readuntil(b"0\r\n\r\n")
             assert await client.reader.read() == b""
         assert body_of(found).startswith(b"".join(EVENTS[:2]) + b"\n\nevent: error\ndata: ")
+
+
+async def large_events(stub: StubWorker, request: web.Request, seen: Seen) -> web.StreamResponse:
+    response = await open_stream(request, {})
+    for number in range(NUM_LARGE):
+        await response.write(b"data: %d %b\n\n" % (number, b"x" * LARGE_BYTES))
+    await response.write(EVENTS[-1])
+    await response.write_eof()
+    return response
+
+
+async def test_a_client_that_reads_slowly_is_waited_for_and_gets_everything() -> None:
+    async with serving() as (stub, gateway), in_lane(gateway) as client:
+        stub.next_behaviours.append(large_events)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.write(chat("go", stream=True))
+        await gateway.until(lambda: _more(gateway, 0), "a chunk has to wait for its client")
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        pieces = [b""]
+        async with asyncio.timeout(WAIT_S):
+            while not b"".join(pieces[-2:]).endswith(b"\r\n0\r\n\r\n"):
+                pieces.append(await client.reader.read(1 << 20))
+        body = body_of(b"".join(pieces))
+        assert [len(event) for event in body.split(b"\n\n")] == [len(b"data: %d " % number) + LARGE_BYTES for number
+                                                                in range(NUM_LARGE)] + [len("data: [DONE]"), 0]
+        assert await inflight(gateway) == 0

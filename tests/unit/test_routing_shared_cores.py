@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.copies import SPARE_BUSY_MAX
-from gateway.routing.cost import STALL_WEIGHT, Rates, Work, candidate_cost
+from gateway.routing.cost import CROWD_WEIGHT, STALL_WEIGHT, Rates, Work, candidate_cost
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.picker import PickInput, RoutingDecision, pick
@@ -31,7 +31,7 @@ def test_only_where_threads_are_more_than_cores() -> None:
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5), st.integers(0, 5), st.booleans()),
                                    min_size=2, max_size=6))
-def test_the_others_are_added_up_by_ledger_or_report(cores: int, rows: list[tuple[int, int, int, bool]]) -> None:
+def test_work_is_added_up_by_ledger_or_report(cores: int, rows: list[tuple[int, int, int, bool]]) -> None:
     views, loads = {}, {}
     for number, (_, prompts, streams, by_report) in enumerate(rows):
         if by_report:
@@ -40,21 +40,23 @@ def test_the_others_are_added_up_by_ledger_or_report(cores: int, rows: list[tupl
             loads[str(number)] = LoadView(prompts + streams, num_decoding=streams)
     found = crowding_of([CoreSet(cores, {str(at): row[0] for at, row in enumerate(rows)})], views, loads)
     for number, (threads, *own, _) in enumerate(rows):
-        others = [row for at, row in enumerate(rows) if at != number]
-        busy = sum(row[0] for row in others if row[1] + row[2])
+        busy = sum(row[0] for row in rows if row[1] + row[2])
+        others = busy - (threads if own[0] + own[1] else 0)
         assert found[str(number)] == Crowding(
-            cores, min(1.0, (busy + (threads if any(own) else 0)) / cores), busy + threads > cores,
-            sum(row[1] for row in others), sum(row[2] for row in others))
+            cores, min(1.0, busy / cores), busy >= cores or others + threads > cores,
+            sum(row[1] for row in rows), sum(row[2] for row in rows))
 
 
-def test_work_on_full_cores_is_paid_by_all_who_share_them() -> None:
-    crowding = crowding_of([FOUR_ON_TWO], {}, {"a": BUSY, "b": BUSY})
+@pytest.mark.parametrize(("busy", "is_full"), [("", False), ("a", False), ("ab", True), ("abc", True)])
+def test_work_on_full_cores_is_paid_by_all_who_share_them(busy: str, is_full: bool) -> None:
+    crowding = crowding_of([FOUR_ON_TWO], {}, dict.fromkeys(busy, BUSY))
     works = Work(1000, 100), Work(1000, 100, crowding=crowding)
-    for view, load in zip(VIEWS, (BUSY, BUSY, NO_LOAD, NO_LOAD), strict=True):
+    for view in VIEWS:
+        load = BUSY if view.endpoint_id in busy else NO_LOAD
         alone, here = (candidate_cost(view, NO_MATCH, load, work, rates=Rates()) for work in works)
-        # Two of four have work, so there is a core for each of these, and none for the others.
-        extra_s = 0.0 if load is BUSY else alone.prefill_s * (4 + STALL_WEIGHT * 6) / 2
-        assert here.others_s - alone.others_s == pytest.approx(extra_s)
+        waiting = len(busy) * (2 + STALL_WEIGHT * 3)
+        assert here.others_s - alone.others_s == pytest.approx(
+            CROWD_WEIGHT * alone.prefill_s * waiting / 2 if is_full else 0.0)
         assert here.first_token_s == alone.first_token_s
 
 
