@@ -162,6 +162,10 @@ class Gateway:
         await self._stop_accepting()
         # Clients of kept connections are told to close them by their next answer, rather than cut while they ask.
         await _wait_or_hurry(hurry, RETIRE_LINGER_S)
+        if self._generate.num_inflight:
+            await self._finish(hurry)
+            # Streams that began before had promised to stay.
+            await _wait_or_hurry(hurry, RETIRE_LINGER_S)
         await self._finish(hurry)
 
     async def _finish(self, hurry: asyncio.Event) -> None:

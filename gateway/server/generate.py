@@ -63,7 +63,14 @@ from gateway.server.migration import (
 )
 from gateway.server.prompt_metrics import PromptMemoryCollector
 from gateway.server.prompt_work import PromptWork
-from gateway.server.raw_response import STREAM_HEADERS, BegunStream, ClientStream, EventStream, WholeResponse
+from gateway.server.raw_response import (
+    STREAM_HEADERS,
+    BegunStream,
+    ClientStream,
+    EventStream,
+    UnmeasuredResponse,
+    WholeResponse,
+)
 from gateway.server.reading import Given, Intake, Reading
 from gateway.server.replies import Learn, told_in_stream
 from gateway.server.request_log import RequestLog
@@ -346,7 +353,7 @@ class Generate:
             body, is_complete = way.whole(answer.response.status, body, is_complete=is_complete), True
         if is_complete:
             return WholeResponse(answer.response.status, body, headers)
-        await (response := web.StreamResponse(status=answer.response.status, headers=headers)).prepare(request)
+        await (response := UnmeasuredResponse(status=answer.response.status, headers=headers)).prepare(request)
         write = ClientStream(request, response).write
         await relay_bytes(body, write, self._limits)
         try:

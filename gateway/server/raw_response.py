@@ -92,7 +92,17 @@ def stream_beginning(headers: list[tuple[str, str]], data: bytes) -> bytes:
     return head_bytes(_STATUS_LINES[200], lines) + b"%x\r\n%b\r\n" % (len(data), data)
 
 
-class EventStream(web.StreamResponse):
+class UnmeasuredResponse(web.StreamResponse):
+    """A body whose length nobody knows: framed by chunks, or by the end of the connection where those are unknown."""
+
+    async def prepare(self, request: BaseRequest) -> AbstractStreamWriter | None:
+        """Send the head. aiohttp forgets that nothing else ends the body of an HTTP/1.0 client that wants to stay."""
+        if request.version < HttpVersion11:
+            self.force_close()
+        return await super().prepare(request)
+
+
+class EventStream(UnmeasuredResponse):
     """A response whose head goes along with the first bytes of its body, in one write."""
 
     _send_headers_immediately = False

@@ -116,6 +116,17 @@ async def test_an_old_client_gets_what_is_quick_and_no_interim_answer() -> None:
         assert b"100 Continue" not in await all_of(gateway, request(version="1.0"))
 
 
+async def test_an_old_client_that_wants_to_stay_reads_a_stream_to_its_end() -> None:
+    async with serving() as (_, gateway):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.gateway.port)
+        writer.write(request(stream=True, version="1.0").replace(b"Host: x", b"Host: x\r\nConnection: keep-alive"))
+        async with asyncio.timeout(WAIT_S):
+            head, _, events = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"keep-alive" not in head.lower()
+        assert events.endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("how", ["close", "shutdown and close"])
 async def test_a_client_that_has_left_frees_the_worker_before_the_first_byte(version: str, how: str) -> None:

@@ -21,6 +21,7 @@ from worker.server.cpu_share import cpu_share
 from worker.server.intake import has_worker_token, read_body, require_worker_token
 from worker.server.model_routes import json_response
 from worker.server.shell import Phase, Shell, shell_of
+from worker.server.sse import open_unmeasured
 
 SNAPSHOT_BLOCKS_PER_WRITE = 256
 ABORT_BODY_BYTES_MAX = 4096
@@ -69,8 +70,7 @@ async def kv_snapshot(request: web.Request) -> web.StreamResponse:
     _require_token_if_configured(request, shell)
     ready = shell.require_serving().ready
     snapshot = shell.publisher.snapshot()
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-    await response.prepare(request)
+    response = await open_unmeasured(request, {"Content-Type": "application/x-ndjson"})
     header = SnapshotHeader(epoch=snapshot.epoch, barrier_seq=snapshot.barrier_seq, block_size=ready.block_size,
                             num_blocks=len(snapshot.blocks), hash_scheme_digest=ready.hash_scheme.digest())
     await response.write(encode_snapshot_header(header))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import orjson
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {
@@ -27,6 +28,14 @@ def event(payload: object) -> bytes:
 
 async def open_stream(request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
     """Send the status line and headers of a stream; from here on errors can only be events."""
-    response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
+    return await open_unmeasured(request, {**_STREAM_HEADERS, **headers})
+
+
+async def open_unmeasured(request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+    """The head of a response whose length nobody knows: framed by chunks, or by the end of the connection where the
+    client's HTTP does not know those (aiohttp forgets that, where such a client wants to stay)."""
+    response = web.StreamResponse(headers=headers)
+    if request.version < HttpVersion11:
+        response.force_close()
     await response.prepare(request)
     return response
