@@ -31,6 +31,7 @@ CHECK_TIMEOUT_S = 60.0
 # The gateway's list of workers, and each worker's addresses, are ours to say.
 _OURS = ("workers", "admin_token_file")
 _NOT_FOR_WORKERS = ("--host", "--port", "--events-host", "--events-port")
+_WHOSE_HELP = ("see headstart worker --help", "see headstart up --help, and headstart worker --help for the workers'")
 _GATEWAYS_SECRETS = ("HEADSTART_API_KEYS", "HEADSTART_SALT_SECRET")  # the workers have no use for them
 # Flags that both commands know: given once, they go to both.
 _FOR_BOTH = ("max_body_bytes", "drain_s", "log_format", "log_level")
@@ -83,6 +84,8 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> UpPlan:
     gateway_file, worker_file = ([f"--config={path}"] if (path := given.pop(name, None)) else []
                                  for name in ("gateway_config", "worker_config"))
     worker_flags = [*_as_flags({name: given[name] for name in _FOR_BOTH if name in given}), *worker_file, *for_worker]
+    problems += [f"{flag}: `up` has a token file of its own; set HEADSTART_ADMIN_TOKEN to choose the token"
+                 for flag in for_worker if flag.partition("=")[0] == "--admin-token-file"]
     problems += [f"{flag}: `up` chooses it for each worker; leave it out" for flag in for_worker
                  if flag.partition("=")[0] in (*_NOT_FOR_WORKERS, "--config")]
     gateway = _gateway_outcome(given, gateway_file, environ, problems)
@@ -186,7 +189,7 @@ def _worker_outcome(flags: Sequence[str], environ: Mapping[str, str], problems: 
                           capture_output=True, stdin=subprocess.DEVNULL, timeout=CHECK_TIMEOUT_S)
     if done.returncode == EXIT_OK:
         return tomllib.loads(done.stdout)
-    problems += [line.removeprefix("headstart worker: ") for line in done.stderr.splitlines()]
+    problems += [line.removeprefix("headstart worker: ").replace(*_WHOSE_HELP) for line in done.stderr.splitlines()]
     return None
 
 
