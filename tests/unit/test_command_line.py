@@ -132,7 +132,7 @@ def test_up_tells_every_mistake_of_both_before_anything_starts(capsys: pytest.Ca
 
 @pytest.mark.parametrize(("arguments", "wanted"), [
     (["--modle", "x"], "unrecognized arguments: --modle x; did you mean --model?"),
-    (["--zzz"], "unrecognized arguments: --zzz; see headstart up --help, and headstart worker --help for the workers'"),
+    (["--zzz"], "unrecognized arguments: --zzz; see headstart up --help, and headstart worker --help"),
     (["--admin-token-file=x"], "set HEADSTART_ADMIN_TOKEN to choose the token"),
     (["--events-port=3"], "--events-port=3: `up` chooses it for each worker; leave it out"),
     (["--config", "x.toml"], "--config: `up` chooses it"),
