@@ -27,20 +27,10 @@ CHUNKED_EVENTS: Mapping[str, str] = {"Content-Type": "text/event-stream", "Trans
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
-class WholeResponse(web.StreamResponse):
-    """A response with its whole body. It is sent when aiohttp prepares it; until then headers may be added."""
+class _PastAiohttp(web.StreamResponse):
+    """A response whose head aiohttp does not make: whether the connection stays is known here."""
 
-    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        super().__init__(status=status, headers=headers)
-        self._whole_body = body
-        self._is_sent = False
-        self._is_kept_alive = True
-        self._writer: AbstractStreamWriter | None = None
-
-    @property
-    def prepared(self) -> bool:
-        """Whether it is on its way."""
-        return self._is_sent
+    _is_kept_alive = True
 
     @property
     def keep_alive(self) -> bool:
@@ -50,6 +40,21 @@ class WholeResponse(web.StreamResponse):
     def force_close(self) -> None:
         """End the connection after this response."""
         self._is_kept_alive = False
+
+
+class WholeResponse(_PastAiohttp):
+    """A response with its whole body. It is sent when aiohttp prepares it; until then headers may be added."""
+
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(status=status, headers=headers)
+        self._whole_body = body
+        self._is_sent = False
+        self._writer: AbstractStreamWriter | None = None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether it is on its way."""
+        return self._is_sent
 
     async def prepare(self, request: BaseRequest) -> AbstractStreamWriter | None:
         """Send it, in one write."""
@@ -108,7 +113,7 @@ class EventStream(UnmeasuredResponse):
     _send_headers_immediately = False
 
 
-class BegunStream(web.StreamResponse):
+class BegunStream(_PastAiohttp):
     """A stream of events whose head and first bytes have gone out past aiohttp."""
 
     def __init__(self, request: BaseRequest) -> None:
@@ -121,15 +126,6 @@ class BegunStream(web.StreamResponse):
     def prepared(self) -> bool:
         """Whether it is on its way."""
         return True
-
-    @property
-    def keep_alive(self) -> bool:
-        """Whether the connection serves another request."""
-        return self._is_kept_alive
-
-    def force_close(self) -> None:
-        """End the connection after this response."""
-        self._is_kept_alive = False
 
     async def prepare(self, request: BaseRequest) -> AbstractStreamWriter | None:
         """Nothing is left to do."""
