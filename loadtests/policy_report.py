@@ -53,8 +53,8 @@ JOBS = (
     Job("llm_d", 600), Job("hot_prefix_25", 2000), Job("hot_prefix_100", 2000), Job("sibling_bursts", 1600),
     Job("zero_sharing", 750), Job("mt_bench", 2400), Job("tenants", 4000))
 LARGE_JOBS = (
-    Job("tenants", 3000, num_workers=64, seeds_max=2), Job("hot_prefix_25", 3000, num_workers=64, seeds_max=2),
-    Job("mooncake", 2000, "mooncake/conversation_0-36min.jsonl.gz", num_workers=64, seeds_max=2))
+    Job("tenants", 6000, num_workers=64), Job("hot_prefix_25", 6000, num_workers=64),
+    Job("mooncake", 3000, "mooncake/conversation_0-36min.jsonl.gz", num_workers=64))
 
 
 class Report:
