@@ -32,7 +32,7 @@ from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, new_re
 from gateway.server.placement import Placement
 from gateway.server.raw_response import STREAM_HEADERS, ChunkSender
 from gateway.server.reading import Given, Intake, Plan, Reading
-from gateway.server.replies import told_in_stream
+from gateway.server.replies import learn_from_stream
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, routing_headers
@@ -285,9 +285,7 @@ class Passenger:
         assert intake is not None
         assert stream is not None
         placement.succeeded()
-        transcript = stream.so_far.transcript
-        if intake.learn is not None and transcript is not None and transcript.is_kept:
-            intake.learn(told_in_stream(transcript.kept_blocks()))
+        learn_from_stream(intake.learn, stream.so_far.transcript)
         self.record.stream_ended(stream.end(None))
         self._client.end_stream(b"")
         return True

@@ -72,7 +72,7 @@ from gateway.server.raw_response import (
     WholeResponse,
 )
 from gateway.server.reading import Given, Intake, Reading
-from gateway.server.replies import Learn, told_in_stream
+from gateway.server.replies import Learn, learn_from_stream
 from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
@@ -331,8 +331,7 @@ class Generate:
                                 send_now=passing.send_now, so_far=passing.so_far)
         if end.failure is None:
             placement.succeeded()
-            if intake.learn is not None and transcript is not None and transcript.is_kept:
-                intake.learn(told_in_stream(transcript.kept_blocks()))
+            learn_from_stream(intake.learn, transcript)
         if end.can_move:
             placement.failed("lost")
             end = await self._migrator.go_on(Broken(

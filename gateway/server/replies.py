@@ -16,6 +16,7 @@ from threading import Lock
 
 from gateway.admission.tenants import Tenant
 from gateway.config import GatewayConfig
+from gateway.relay.transcript import Transcript
 from gateway.server.prompt_work import PreparedPrompt, PromptRequest, PromptWork
 from worker.prompt.renderer import PromptRenderer
 from worker.prompt.requests import ChatRequest
@@ -38,6 +39,12 @@ def told_in_stream(blocks: Iterable[bytes]) -> list[list[int]]:
         if told is not None:
             choices.setdefault(told.choice, []).extend(told.token_ids)
     return [choices[choice] for choice in sorted(choices)]
+
+
+def learn_from_stream(learn: Learn | None, transcript: Transcript | None) -> None:
+    """A stream has ended well: what it told is a reply, where the stream was short enough to be kept."""
+    if learn is not None and transcript is not None and transcript.is_kept:
+        learn(told_in_stream(transcript.kept_blocks()))
 
 
 class ReplyMemory:
