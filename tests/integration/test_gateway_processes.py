@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,25 @@ class House:
 
     def __init__(self, group: ProcessGroup, stubs: list[StubWorker]) -> None:
         self.group, self.stubs = group, stubs
+        self._gates: list[Gate] = []
 
     def gates(self) -> list[Gate]:
-        return [Gate(stub) for stub in self.stubs]
+        self._gates = [Gate(stub) for stub in self.stubs]
+        return self._gates
+
+    def open_gates(self) -> None:
+        """So that a test that failed holds no request that the next one would count."""
+        for gate in self._gates:
+            gate.opened.set()
 
     async def until_exact(self) -> None:
+        """Whichever process answers (32 connections miss one of four once in ten thousand times) knows this life of
+        both stubs; one that has not noticed a restart yet is exact and ready too, about the life before."""
+        wanted = {(stub.epoch, "exact", "ready") for stub in self.stubs}
+
         async def exact() -> bool:
-            rows = [row for _ in range(2 * PROCESSES) for row in await self.group.workers()]
-            return all(row["knowledge"] == "exact" and row["state"] == "ready" for row in rows)
+            rows = [row for _ in range(8 * PROCESSES) for row in await self.group.workers()]
+            return {(row["epoch"], row["knowledge"], row["state"]) for row in rows} == wanted
 
         await self.group.until(exact, "every process knows both workers exactly")
 
@@ -111,12 +122,13 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
 
 
 @pytest.fixture
-def fresh(house: House) -> House:
+def fresh(house: House) -> Iterator[House]:
     """Answers at once again, and nothing seen yet."""
     for stub in house.stubs:
         stub.next_behaviours.clear()
         stub.seen.clear()
-    return house
+    yield house
+    house.open_gates()
 
 
 async def test_each_worker_gets_its_limit_and_the_rest_waits(fresh: House) -> None:
