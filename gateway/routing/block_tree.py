@@ -143,6 +143,10 @@ class BlockTree:
             yield child
             child = self.next_sibling[child]
 
+    def is_run(self, first: int, last: int) -> bool:
+        """Whether each of the consecutive ids from `first` to `last` is the parent of the next."""
+        return self.parent[first + 1:last + 1].tobytes() == np.arange(first, last, dtype=np.int32).tobytes()
+
     def memory_bytes(self) -> int:
         """Of the rows in use; leaves and sets are counted by others. Free rows are used again, never given back."""
         return ROW_BYTES * len(self)

@@ -235,11 +235,11 @@ class PrefixIndex:
         """
         if self._bets.is_due(now):
             self.expire(now)
-        ends = self._holdings.ends(hashes)
-        while (bet := self._unplaced.below(hashes, ends[-1][0] if ends else 0)) is not None:
+        depths, ends = self._holdings.ends(hashes)
+        while (bet := self._unplaced.below(hashes, depths[-1] if depths else 0)) is not None:
             self._unplaced.place(bet)
-            ends = self._holdings.ends(hashes)
-        return self._roster.matches(ends)
+            depths, ends = self._holdings.ends(hashes)
+        return self._roster.matches(depths, ends)
 
     def holds(self, endpoint_id: str, block_hash: int) -> bool:
         """Whether the endpoint has a confirmed claim on this block, reachable or not."""
