@@ -4,11 +4,11 @@
 
 Workers on a seeded model stand behind our gateway. Of each trace, one part of the requests is sent for learning:
 whole, and with answers of two tokens, so that what a request costs is told from what a token costs. From that come a
-cost model and what gateway, client and workers' servers take of the cores (`sim/run_fit.py`). Another part is sent for
-comparing, turn about with the first, and simulated: the same requests at the same instants, on as many blocks a
-worker, beside what other programs took of the cores just then. The error of a figure is (simulated - live) / live, of
-the means over the rounds. Before all that a run that does not count: whoever sees a length for the first time takes
-longer.
+cost model and what gateway, client and workers' servers take of the cores (`sim/run_fit.py`). Another part is sent
+for comparing, turn about with the first, and simulated: the same requests at the same instants, on as many blocks a
+worker, beside what other programs took of the cores just then. The error of a figure is (simulated - live) / live,
+of the means over the rounds. Before all that a run that does not count: whoever sees a length for the first time
+takes longer.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from loadtests.bench.agreement import PROMPT_MAX, SHORT_ANSWER, Sent, parts_of, serving_work
 from loadtests.live.cores_used import CoresUsed, others_of, watched_cores
+from loadtests.live.waiting import until
 from loadtests.traces import Trace, TraceError, TraceRequest
 
 
@@ -45,6 +49,7 @@ def test_others_never_give_time_back(totals: list[float]) -> None:
     assert sum(each) == pytest.approx(max(totals) - totals[0])
 
 
+TICKS = 30
 COMPUTES = "while True: pass"
 SERVES = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COMPUTES!r}])"
 
@@ -54,29 +59,41 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-async def child_of(pid: int) -> int:
-    while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        await asyncio.sleep(0.01)
-    return int(found[0])
+def children_of(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def test_a_workers_child_is_its_engine_and_others_are_others() -> None:
-    worker = subprocess.Popen([sys.executable, "-c", SERVES])
-    other = subprocess.Popen([sys.executable, "-c", COMPUTES])
-    gateway = subprocess.Popen(["sleep", "100"])
-    engine = await child_of(worker.pid)
+@contextlib.contextmanager
+def programs(*arguments: list[str]) -> Iterator[list[int]]:
+    """Process ids. What they start themselves ends too."""
+    running = [subprocess.Popen(each) for each in arguments]
     try:
-        async with watched_cores([worker.pid], gateway.pid) as used:
-            begun = {pid: cpu_ticks(pid) for pid in (engine, other.pid)}
-            while any(cpu_ticks(pid) < ticks + 20 for pid, ticks in begun.items()):
-                await asyncio.sleep(0.02)
+        yield [each.pid for each in running]
     finally:
-        os.kill(engine, 9)
-        worker.wait()
-        for each in (other, gateway):
+        for each in running:
+            for child in children_of(each.pid):
+                os.kill(child, signal.SIGKILL)
             each.kill()
             each.wait()
-    per_s = os.sysconf("SC_CLK_TCK")
-    assert used.engines_s >= 20 / per_s
+
+
+async def used_while_both_compute(worker: int, other: int, gateway: int) -> CoresUsed:
+    begun: dict[int, int] = {}
+
+    async def have_computed() -> bool:
+        for pid in (*children_of(worker), other):
+            begun.setdefault(pid, cpu_ticks(pid))
+        return len(begun) == 2 and all(cpu_ticks(pid) >= ticks + TICKS for pid, ticks in begun.items())
+    async with watched_cores([worker], gateway) as used:
+        await until(have_computed, "both at work")
+    return used
+
+
+def test_a_workers_child_is_its_engine_and_others_are_others() -> None:
+    with programs([sys.executable, "-c", SERVES], [sys.executable, "-c", COMPUTES], ["sleep", "100"]) as pids:
+        worker, other, gateway = pids
+        used = asyncio.run(used_while_both_compute(worker, other, gateway))
+    assert used.engines_s >= TICKS / os.sysconf("SC_CLK_TCK")
     assert set(used.serving_s) == {"gateway", "workers_servers", "client"}
+    assert used.serving_s["gateway"] == 0
     assert sum(used.others) > 0
