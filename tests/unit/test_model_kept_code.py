@@ -49,7 +49,8 @@ def test_code_of_older_versions_goes_and_what_is_used_stays(tmp_path: Path) -> N
         "models", used.name, *(f"compiled-{age}" for age in range(FOLDERS_MAX - 1))}
     os.utime(used, (1, 1))
     (tmp_path / "compiled-new").mkdir()
-    assert Path(place_for_code(tmp_path)) == used and used.exists()
+    assert Path(place_for_code(tmp_path)) == used
+    assert used.exists()
 
 
 def test_what_fails_without_kept_code_fails_once(tmp_path: Path) -> None:
