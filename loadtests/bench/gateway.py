@@ -30,7 +30,7 @@ from loadtests.bench.relay_client import Load, run_load
 from loadtests.bench.relay_prompts import DISTINCT, LONG, SHORT, Shape, bodies
 from loadtests.bench.relay_worker import NUM_CHUNKS
 
-NAMES = (OURS, "nginx", "sglang-router", "vllm-router", "aiohttp")
+NAMES = (OURS, "nginx", "sglang-router", "vllm-router", "aiohttp", "bare relay")
 NUM_WORKERS = 4
 CONNECTIONS = 64
 STREAMS = 60
@@ -207,7 +207,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.bench.gateway",
-        description="Our gateway beside nginx, sglang-router, vllm-router and a plain aiohttp proxy.",
+        description="Our gateway beside nginx, sglang-router, vllm-router, a plain aiohttp proxy and a bare relay.",
         epilog="example: python -m loadtests.bench.gateway --sglang-router ~/peers/bin/sglang-router")
     parser.add_argument("--nginx", default="nginx", help="the program, by path or name on PATH")
     parser.add_argument("--sglang-router", default="sglang-router")

@@ -113,7 +113,8 @@ class Bench:
     def start(self, name: str) -> Target | str:
         """The target called so, serving; or in words why there is none."""
         starters: dict[str, Callable[[str, int], str]] = {
-            OURS: self._headstart, CAPPED: self._headstart, "nginx": self._nginx, "aiohttp": self._aiohttp,
+            OURS: self._headstart, CAPPED: self._headstart, "nginx": self._nginx,
+            "aiohttp": self._aiohttp, "bare relay": self._bare_relay,
             "sglang-router": self._sglang_router, "vllm-router": self._vllm_router}
         port = free_port()
         try:
@@ -175,6 +176,11 @@ class Bench:
         workers = [part for worker in self._workers for part in ("--worker", worker)]
         self._start(name, [sys.executable, "-m", "loadtests.bench.aiohttp_proxy", "--port", str(port), *workers])
         return importlib.metadata.version("aiohttp")
+
+    def _bare_relay(self, name: str, port: int) -> str:
+        workers = [part for worker in self._workers for part in ("--worker", worker)]
+        self._start(name, [sys.executable, "-m", "loadtests.bench.bare_relay", "--port", str(port), *workers])
+        return importlib.metadata.version("uvloop")
 
     # ---- processes -----------------------------------------------------------------------------------------------
 
