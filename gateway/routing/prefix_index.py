@@ -78,13 +78,14 @@ class PrefixIndex:
         shift = 0 if tier == "gpu" and not group else self._lanes.shift(tier, group)
         if self._unplaced.by_first:
             self._unplaced.meet(claims, hashes, parent)
-        if len(hashes) == 1 and not shift and not tree.find(hashes[0]):  # a decoding engine's events
+        is_new = not tree.find(hashes[0])
+        if is_new and len(hashes) == 1 and not shift:  # a decoding engine's events
             self._holdings.append_one(claims, start, hashes[0])
             claims.num_confirmed += 1
             self._settle(1)
             return 1
         bits = claims.bits if self._lanes.fast >> shift & 1 else claims.confirmed_bit | claims.any_bit
-        known, is_cut = tree.known(start, hashes)
+        known, is_cut = tree.known(start, hashes) if not is_new else ([], False)
         num_stored = len(known)
         last = start
         if known:
