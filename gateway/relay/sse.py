@@ -8,9 +8,9 @@ Approximation: usage is found only if it lies within the last `limit_bytes`; Ope
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import orjson
+from msgspec import Struct
 
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 TAIL_LIMIT_BYTES = 64 * 1024
@@ -19,8 +19,7 @@ _USAGE = b'"usage"'
 _BORDERS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True, gc=False):
     """Token counts as the worker reported them; `cached_tokens` is None when the engine does not say."""
 
     prompt_tokens: int

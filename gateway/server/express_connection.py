@@ -95,7 +95,7 @@ class ExpressConnection(GuardedConnection):
         if transport is None or transport.is_closing():
             return
         closes = self._arrivals.is_closing
-        transport.write(whole_head(status, [*headers.items()], len(body), "close" if closes else None) + body)
+        transport.write(whole_head(status, headers.items(), len(body), "close" if closes else None) + body)
         self._answered(transport, closes=closes)
 
     def begin_stream(self, headers: Mapping[str, str], data: bytes) -> ChunkSender | None:
@@ -103,7 +103,7 @@ class ExpressConnection(GuardedConnection):
         transport = self.transport
         if transport is None or transport.is_closing() or self.writing_paused or self._arrivals.is_closing:
             return None
-        transport.write(stream_beginning([*headers.items()], data))
+        transport.write(stream_beginning(headers.items(), data))
         return ChunkSender(self, CHUNKED_EVENTS, data)
 
     def end_stream(self, data: bytes) -> None:

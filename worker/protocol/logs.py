@@ -81,7 +81,8 @@ def log_many(name: str, event: str, lines: Sequence[tuple[float, Mapping[str, ob
         begin = _to_json({"source": name})[:-1]
         end = _to_json({"event": event, **structlog.contextvars.get_contextvars(), "level": "info"})[1:-1]
         output.stream.write("".join([
-            f'{begin},{_to_json(fields)[1:-1]}{"," if fields else ""}{end},"at":"{_iso(at)}"}}\n' for at, fields in lines]))
+            f'{begin},{_to_json(fields)[1:-1]}{"," if fields else ""}{end},"at":"{_iso(at)}"}}\n'
+            for at, fields in lines]))
         output.stream.flush()
 
 
