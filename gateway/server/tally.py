@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 Labels = tuple[str, ...]
+Sum = list[float]
 
 
 class Tally(Collector):
@@ -22,14 +23,17 @@ class Tally(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
         self._name, self._text, self._labels = name, text, list(labels)
-        self._sums: dict[Labels, float] = {} if labels else {(): 0.0}
+        self._sums: dict[Labels, Sum] = {}
+        if not labels:
+            self.sum_of(())
 
     def add(self, labels: Labels = (), amount: float = 1.0) -> None:
         """Count."""
-        try:
-            self._sums[labels] += amount
-        except KeyError:
-            self._sums[labels] = amount
+        (self._sums.get(labels) or self.sum_of(labels))[0] += amount
+
+    def sum_of(self, labels: Labels) -> Sum:
+        """The one number of a series, for whoever adds to it again and again, until it is forgotten."""
+        return self._sums.setdefault(labels, [0.0])
 
     def forget(self, label: str, value: str) -> None:
         """Drop every series with this value of this label."""
@@ -39,7 +43,7 @@ class Tally(Collector):
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, total in self._sums.items():
+        for labels, (total,) in self._sums.items():
             family.add_metric(labels, total)
         yield family
 
