@@ -79,7 +79,7 @@ class GatewayMetrics:
                           self._decisions, self._session_cached, self._session_cacheable):
             registry.register(collector)
         self._series_of: dict[tuple[str, str, int, str | None, str | None], list[Sum]] = {}  # bounded as those are
-        self._session_sums = [0, 0]
+        self._tokens_of: dict[str, tuple[Sum, Sum, Sum]] = {}
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
               registry=registry).set_function(self._session_hit_ratio)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
@@ -199,21 +199,25 @@ class GatewayMetrics:
             self._broken_streams.labels(record.error or OTHER).inc()
         if record.inter_token_s is not None:
             self._inter_token.observe(record.inter_token_s)
-        self._prompt_tokens.add((model,), record.prompt_tokens or 0)
-        self._cached_tokens.add((model, "predicted"), record.matched_tokens or 0)
-        self._cached_tokens.add((model, "reported"), record.cached_tokens or 0)
+        prompt, predicted, reported = self._tokens_of.get(model) or self._count_tokens_of(model)
+        prompt[0] += record.prompt_tokens or 0
+        predicted[0] += record.matched_tokens or 0
+        reported[0] += record.cached_tokens or 0
         if record.cacheable_tokens and record.cached_tokens is not None:
-            found = min(record.cached_tokens, record.cacheable_tokens)
-            self._session_sums[0] += found
-            self._session_sums[1] += record.cacheable_tokens
-            self._session_cached.add((), found)
-            self._session_cacheable.add((), record.cacheable_tokens)
+            self._session_cached.sum_of(())[0] += min(record.cached_tokens, record.cacheable_tokens)
+            self._session_cacheable.sum_of(())[0] += record.cacheable_tokens
         error = record.hit_error_tokens()
         if error is not None and error != 0:
             self._hit_error.observe(abs(error), ("over" if error > 0 else "under",))
 
+    def _count_tokens_of(self, model: str) -> tuple[Sum, Sum, Sum]:
+        self._tokens_of[model] = sums = (self._prompt_tokens.sum_of((model,)),
+                                         self._cached_tokens.sum_of((model, "predicted")),
+                                         self._cached_tokens.sum_of((model, "reported")))
+        return sums
+
     def _session_hit_ratio(self) -> float:
-        cached, cacheable = self._session_sums
+        (cached,), (cacheable,) = self._session_cached.sum_of(()), self._session_cacheable.sum_of(())
         return cached / cacheable if cacheable else math.nan
 
     def model_label(self, model: str | None) -> str:
