@@ -16,10 +16,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from zmq.asyncio import Context, Socket
-from zmq.constants import Event, Flag, PollEvent, SocketOption, SocketType
+from zmq.constants import Event, SocketOption, SocketType
+from zmq.sugar.socket import Socket as PlainSocket
 from zmq.utils.monitor import parse_monitor_message
 
 from gateway.knowledge.endpoint_table import FeedStatus
@@ -32,6 +34,7 @@ from gateway.knowledge.engines.headstart import (
 )
 from gateway.knowledge.feed_sequence import FeedSequence, Verdict
 from gateway.knowledge.index_writer import TURN_S, IndexWriter, NumberedBatch
+from gateway.knowledge.live_socket import LiveSocket
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.cache_events import (
     BlockRemoved,
@@ -57,7 +60,7 @@ MAX_RETRY_S = 5.0
 _WATCHED = Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED
 _log = get_logger(__name__)
 
-
+AnySocket = TypeVar("AnySocket", bound="PlainSocket[Any]")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
@@ -111,18 +114,20 @@ class EventFeed:
             await self._writer.forget(self._endpoint_id)
 
     async def _follow(self, context: Context) -> None:
-        with _socket(context, SocketType.SUB) as live, _socket(context, SocketType.DEALER) as dealer:
-            live.setsockopt(SocketOption.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-            live.setsockopt(SocketOption.SUBSCRIBE, self._topic.encode())
-            monitor = live.get_monitor_socket(_WATCHED)
+        with (_opened(context.socket(SocketType.SUB, socket_class=PlainSocket)) as socket,
+              _opened(context.socket(SocketType.DEALER)) as dealer):
+            socket.setsockopt(SocketOption.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+            socket.setsockopt(SocketOption.SUBSCRIBE, self._topic.encode())
+            monitor = socket.get_monitor_socket(_WATCHED)
             try:
-                live.connect(self._live_address)
+                socket.connect(self._live_address)
                 dealer.connect(self._replay_address)
                 await self._await_handshake(monitor)
                 await self._resync()
-                await _first_of(self._consume(live, dealer), _await_disconnect(monitor))
+                with contextlib.closing(LiveSocket(socket)) as live:
+                    await _first_of(self._consume(live, dealer), _await_disconnect(monitor))
             finally:
-                live.disable_monitor()
+                socket.disable_monitor()
 
     async def _await_handshake(self, monitor: Socket) -> None:
         try:
@@ -146,17 +151,15 @@ class EventFeed:
         self._sequence = FeedSequence(header.epoch, header.barrier_seq)
         self._status.num_resyncs += 1
 
-    async def _consume(self, live: Socket, dealer: Socket) -> None:
+    async def _consume(self, live: LiveSocket, dealer: Socket) -> None:
         # What was published between the snapshot and the moment our subscription took effect is in the replay.
         await self._replay(dealer)
         while True:
-            try:
-                async with asyncio.timeout(self._quiet_check_s):
-                    messages = await _receive_some(live)
-            except TimeoutError:
+            messages = await live.receive(BATCHES_PER_TURN, self._quiet_check_s)
+            if messages:
+                await self._take(messages, dealer)
+            else:
                 await self._check_quiet(dealer)
-                continue
-            await self._take(messages, dealer)
 
     async def _take(self, messages: Sequence[list[bytes]], dealer: Socket) -> None:
         """Apply the messages that come next, in one change; replay in front of the first that does not."""
@@ -207,7 +210,7 @@ class EventFeed:
         is_known = sequence.last_seq is None
         async with contextlib.aclosing(self._replayed(dealer, sequence.last_seq or 0)) as replayed:
             async for seq, payload in replayed:
-                batch = self._decode_payload(payload)
+                batch = self._decode_replayed(payload)
                 if sequence.is_last(seq, batch.epoch):
                     is_known = True
                     continue
@@ -237,30 +240,32 @@ class EventFeed:
                     frames = await dealer.recv_multipart()
             except TimeoutError as late:
                 raise FeedBroken(f"no replay from {self._replay_address}") from late
-            with self._reading("a replayed batch"):
+            try:
                 reply = parse_replay_reply(frames)
+            except CacheEventError as error:
+                raise self._unreadable("a replayed batch", error) from error
             if isinstance(reply, ReplayEnd):
                 return
             yield reply.seq, reply.payload
         raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
 
     def _decode(self, frames: list[bytes]) -> tuple[int, EventBatch]:
-        with self._reading("an event message"):
-            message = parse_live_message(frames)
-        return message.seq, self._decode_payload(message.payload)
-
-    def _decode_payload(self, payload: bytes) -> EventBatch:
-        with self._reading("an event batch"):
-            return decode_batch(payload)
-
-    @contextlib.contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        """What cannot be read is a hole like any other: this life of the feed ends and a snapshot fills it."""
         try:
-            yield
+            message = parse_live_message(frames)
+            return message.seq, decode_batch(message.payload)
         except CacheEventError as error:
-            self._status.num_undecodable += 1
-            raise FeedBroken(f"{what} cannot be read: {error}") from error
+            raise self._unreadable("an event message", error) from error
+
+    def _decode_replayed(self, payload: bytes) -> EventBatch:
+        try:
+            return decode_batch(payload)
+        except CacheEventError as error:
+            raise self._unreadable("a replayed batch", error) from error
+
+    def _unreadable(self, what: str, error: CacheEventError) -> FeedBroken:
+        """What cannot be read is a hole like any other: this life of the feed ends and a snapshot fills it."""
+        self._status.num_undecodable += 1
+        return FeedBroken(f"{what} cannot be read: {error}")
 
 
 def reachable_address(address: str, worker_url: str) -> str:
@@ -276,8 +281,7 @@ def reachable_address(address: str, worker_url: str) -> str:
 
 
 @contextlib.contextmanager
-def _socket(context: Context, kind: SocketType) -> Iterator[Socket]:
-    socket = context.socket(kind)
+def _opened(socket: AnySocket) -> Iterator[AnySocket]:
     socket.setsockopt(SocketOption.LINGER, 0)
     socket.setsockopt(SocketOption.IPV6, 1)
     try:
@@ -297,14 +301,6 @@ async def _first_of(*watchers: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _receive_some(live: Socket) -> list[list[bytes]]:
-    """At least one message, and up to BATCHES_PER_TURN of those that are there already."""
-    messages = [await live.recv_multipart()]
-    while len(messages) < BATCHES_PER_TURN and live.get(SocketOption.EVENTS) & PollEvent.POLLIN:
-        messages.append(await live.recv_multipart(Flag.DONTWAIT))
-    return messages
 
 
 async def _next_event(monitor: Socket) -> int:

@@ -1,7 +1,8 @@
-"""The one task that writes confirmed blocks into the prefix index.
+"""The one writer of confirmed blocks into the prefix index.
 
 Owns: an event applier per endpoint, and the order in which changes happen. Feeds hand changes in and wait for them:
-each has at most one under way, and the sockets' own limits do the rest.
+each has at most one under way, and the sockets' own limits do the rest. A small change that finds nothing before it
+is made in its feed's own turn: handing it to the task and back costs several times what it costs itself.
 Must never: hold the loop for longer than a turn (TURN_S, and one piece of an event more), or judge sequence numbers
 (feed_sequence does). Blocks of endpoints that are gone are swept away in the turns after.
 Speculative entries are the dispatcher's: it bets when it books. This task only lets them expire.
@@ -13,11 +14,12 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gateway.routing.event_applier import AppliedCounts, EventApplier
+from gateway.routing.event_applier import BLOCKS_A_PIECE, AppliedCounts, EventApplier
 from gateway.routing.prefix_index import PrefixIndex
 from worker.protocol.block_hash import HashScheme
-from worker.protocol.cache_events import BlockStored, EventBatch
+from worker.protocol.cache_events import AllBlocksCleared, BlockStored, EventBatch
 
 MAX_QUEUED_CHANGES = 1024
 TURN_S = 0.0005
@@ -25,8 +27,7 @@ SWEPT_BLOCKS_A_STEP = 128
 EXPIRY_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedBatch:
+class NumberedBatch(NamedTuple):
     """A decoded batch and its sequence number."""
 
     seq: int
@@ -51,6 +52,8 @@ class IndexWriter:
         self._appliers: dict[str, EventApplier] = {}
         self._changes: asyncio.Queue[_Change] = asyncio.Queue(MAX_QUEUED_CHANGES)
         self._turn_ends_at = 0.0
+        self._is_at_work = False
+        self._guest_turn_ends_at: float | None = None   # of changes made in the turns of feeds
 
     async def restart(self, endpoint_id: str, scheme: HashScheme, epoch: str, blocks: Sequence[BlockStored]) -> None:
         """Forget all that this endpoint held and believe this snapshot instead."""
@@ -58,6 +61,11 @@ class IndexWriter:
 
     async def apply(self, endpoint_id: str, batches: Sequence[NumberedBatch]) -> None:
         """Apply batches, in this order, to the life begun by restart()."""
+        if self._may_apply_now(batches):
+            applier = self._appliers[endpoint_id]
+            for numbered in batches:
+                applier.apply(numbered.batch, numbered.seq)
+            return
         await self._submit(_Change(endpoint_id, _new_future(), batches=batches))
 
     async def forget(self, endpoint_id: str) -> None:
@@ -75,6 +83,7 @@ class IndexWriter:
             change = await self._next_change()
             if change is None:
                 continue
+            self._is_at_work = True
             try:
                 await self._perform(change)
             except Exception as error:
@@ -84,6 +93,21 @@ class IndexWriter:
             else:
                 if not change.done.done():  # the feed may have been cancelled meanwhile
                     change.done.set_result(None)
+            finally:
+                self._is_at_work = False
+
+    def _may_apply_now(self, batches: Sequence[NumberedBatch]) -> bool:
+        """Whether nothing is before them and they fit, a piece at most, into what this turn of the loop may take."""
+        if self._is_at_work or not self._changes.empty():
+            return False
+        now = time.perf_counter()
+        if self._guest_turn_ends_at is None:
+            self._guest_turn_ends_at = now + TURN_S
+            asyncio.get_running_loop().call_soon(self._end_guest_turn)
+        return now < self._guest_turn_ends_at and _is_small(batches)
+
+    def _end_guest_turn(self) -> None:
+        self._guest_turn_ends_at = None
 
     async def _next_change(self) -> _Change | None:
         """The next change, at the latest when this turn has ended; None when there was other work or none at all."""
@@ -139,3 +163,13 @@ class IndexWriter:
 def _new_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
+
+def _is_small(batches: Sequence[NumberedBatch]) -> bool:
+    """A piece at most, and nothing for the task to sweep away after it."""
+    num_blocks = 0
+    for numbered in batches:
+        for event in numbered.batch.events:
+            if isinstance(event, AllBlocksCleared):
+                return False
+            num_blocks += len(event.block_hashes)
+    return num_blocks <= BLOCKS_A_PIECE

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gateway.routing.free_ids import FreeIds
 from gateway.routing.hash_table import HashTable
 
 ROOT = 0
@@ -41,7 +42,7 @@ class BlockTree:
         self.leaves: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.find = self.names.find
         self._previous_sibling = array("i", [0])
-        self._free = array("i")
+        self._free = FreeIds()
         self._touched = bytearray(1)
 
     def __len__(self) -> int:
@@ -65,9 +66,10 @@ class BlockTree:
     def append_one(self, parent: int, block_hash: int, holder_set: int) -> int:
         """A new block below `parent`, in `holder_set`."""
         free, first_child, leaves = self._free, self.first_child, self.leaves
-        if not free:
-            self._grow()
-        block = free.pop()
+        block = free.first
+        if block == free.end:
+            block = self._refill()
+        free.first = block + 1
         self.names.insert(block_hash, block)
         self.parent[block] = parent
         self.set_of[block] = holder_set
@@ -89,16 +91,18 @@ class BlockTree:
                 parent = self.append_one(parent, block_hash, holder_set)
                 blocks.append(parent)
             return blocks
+        free = self._free
         while hashes:
-            ids = self._reserve(len(hashes))
-            first, count = ids[1], len(ids) - 2
+            if free.first == free.end:
+                self._refill(len(hashes))
+            first = free.take(len(hashes))
+            count = free.first - first
             num_made = self.names.insert_run(hashes if count == len(hashes) else hashes[:count], first)
             if num_made < count:
-                self._free.extend(ids[-2:num_made:-1])
-                ids = ids[:num_made + 2]
+                free.first = first + num_made
             if num_made:
-                self._link_run(parent, ids, holder_set)
-                blocks += ids[1:-1]
+                ids = self._link_run(parent, first, holder_set, num_made)
+                blocks += ids
                 parent = first + num_made - 1
             if num_made < count:
                 break
@@ -143,6 +147,10 @@ class BlockTree:
             yield child
             child = self.next_sibling[child]
 
+    def is_run(self, first: int, last: int) -> bool:
+        """Whether each of the consecutive ids from `first` to `last` is the parent of the next."""
+        return self.parent[first + 1:last + 1].tobytes() == np.arange(first, last, dtype=np.int32).tobytes()
+
     def memory_bytes(self) -> int:
         """Of the rows in use; leaves and sets are counted by others. Free rows are used again, never given back."""
         return ROW_BYTES * len(self)
@@ -168,19 +176,23 @@ class BlockTree:
                 waiting.append(child)
         assert seen == set(self.blocks()), "blocks in the table and in the tree differ"
         assert set(self.leaves) == {b for b in seen if not self.first_child[b]}, "leaves differ"
-        assert all(self.parent[b] == _FREE and not self.set_of[b] for b in self._free), "a free id is in use"
-        assert not any(self._touched[b] for b in self._free), "a block that is gone is marked as touched"
-        assert len(self.parent) == 1 + len(seen) + len(self._free), "an id leaked"
+        free = list(self._free)
+        assert all(self.parent[b] == _FREE and not self.set_of[b] for b in free), "a free id is in use"
+        assert not any(self._touched[b] for b in free), "a block that is gone is marked as touched"
+        assert len(free) == len(set(free)), "an id is free twice"
+        assert len(self.parent) == 1 + len(seen) + len(free), "an id leaked"
 
-    def _link_run(self, parent: int, ids: array[int], holder_set: int) -> None:
-        """`ids` less the first and the last become a chain below `parent`."""
-        first, last = ids[1], ids[-1]
-        self.parent[first:last] = ids[:-2]
+    def _link_run(self, parent: int, first: int, holder_set: int, count: int) -> array[int]:
+        """So many ids from `first` on become a chain below `parent`. Returns them."""
+        last = first + count
+        ids = _ids(first, count)
+        self.parent[first + 1:last] = ids[:-1]
         self.parent[first] = parent
-        self.first_child[first:last] = ids[2:]
+        self.first_child[first:last - 1] = ids[1:]
         self.first_child[last - 1] = 0
-        self.set_of[first:last] = array("I", (holder_set,)) * (last - first)
+        self.set_of[first:last] = array("I", (holder_set,)) * count
         self._link_first(first, parent)
+        return ids
 
     def _link_first(self, block: int, parent: int) -> None:
         """`block` becomes the first child of `parent`."""
@@ -193,22 +205,13 @@ class BlockTree:
             # Its recency lives on in the child, which is newer.
             del self.leaves[parent]
 
-    def _reserve(self, count: int) -> array[int]:
-        """The longest run of consecutive ids on top of the free ones, at most `count`, with one more at either end:
-        the way _link_run() wants them."""
-        free = self._free
-        if not free:
-            self._grow(count)
-        run = free[:-count - 1:-1]
-        first, num = run[0], len(run)
-        ids = _ids(first - 1, num + 2)
-        if run != ids[1:-1]:
-            num = next(index for index, block in enumerate(run) if block != first + index)
-            ids = ids[:num + 2]
-        del free[-num:]
-        return ids
+    def _refill(self, at_least: int = 1) -> int:
+        """Another run of free ids; more rows, if there is none. Returns its first."""
+        if not self._free.next_run():
+            self._grow(at_least)
+        return self._free.first
 
-    def _grow(self, at_least: int = 1) -> None:
+    def _grow(self, at_least: int) -> None:
         """In steps that stay small beside the whole, and beside a turn of the event loop."""
         start = len(self.parent)
         count = max(min(max(start // 8, FIRST_ROWS), ROWS_AT_ONCE_MAX), min(at_least, ROWS_AT_ONCE_MAX))
@@ -218,7 +221,7 @@ class BlockTree:
         self.parent.extend(array("i", [_FREE]) * count)
         self._touched.extend(bytes(count))
         self.names.add_rows(count)
-        self._free.frombytes(np.arange(start + count - 1, start - 1, -1, dtype=np.int32).tobytes())
+        self._free.add_run(start, start + count)
 
     def _unlink(self, block: int, parent: int) -> None:
         before, after = self._previous_sibling[block], self.next_sibling[block]
@@ -239,7 +242,7 @@ class BlockTree:
         del self.leaves[block]
         self._touched[block] = 0
         self.parent[block] = _FREE
-        self._free.append(block)
+        self._free.give_back(block)
 
 
 def _ids(first: int, count: int) -> array[int]:

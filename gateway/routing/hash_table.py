@@ -106,11 +106,11 @@ class HashTable:
                                     np.frombuffer(self.key_of, np.uint64))
         level = heads[first:first + count].copy()
         heads[first:first + count] = 0
-        while (level := level[level != 0]).size:
+        while (level := level[level.nonzero()]).size:
             # One entry of each old bucket at a time, so that no two of a level share a new one.
-            deeper = following[level]
-            slots = key_of[level] & np.uint64(high_mask)
-            following[level] = heads[slots]
+            deeper = following.take(level)
+            slots = (key_of.take(level) & np.uint64(high_mask)).astype(np.intp)
+            following[level] = heads.take(slots)
             heads[slots] = level
             level = deeper
         del heads, following, key_of

@@ -10,7 +10,8 @@ middle, which a worker that frees tails first never makes us do.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import xor
 
 import numpy as np
 
@@ -130,12 +131,13 @@ class Holdings:
         return bisect_left(hashes, True, key=lambda block_hash: not ((block := find(block_hash))
                                                                       and reached[set_of[block]] & bit))
 
-    def ends(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """(depth, bits whose reach ends there), ascending, for the chain `hashes` from the root on."""
+    def ends(self, hashes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Depths, ascending, and the bits whose reach ends at each, for the chain `hashes` from the root on. The last
+        depth is how much of the chain is known. Some bits may be none, or of endpoints that are gone."""
         find, set_of, reached = self._tree.find, self._tree.set_of, self.sets.reached
         first = find(hashes[0]) if hashes else NOTHING
         if not first:
-            return []
+            return [], []
         last_index = self._depth_of_last   # prompts share their beginning, and so its length
         if not (0 < last_index < len(hashes) - 1 and (last := find(hashes[last_index]))
                 and not find(hashes[last_index + 1])):
@@ -144,11 +146,12 @@ class Holdings:
                 last_index, last = self._deepest(hashes, first)
         number = set_of[last]
         if set_of[first] == number:
-            return [(last_index + 1, reached[number])]
-        ends = [(depth, lost) for depth, before, after in self._edges(hashes, first, (last_index, last))
-                if (lost := reached[before] & ~reached[after])]
-        ends.append((last_index + 1, reached[number]))
-        return ends
+            return [last_index + 1], [reached[number]]
+        depths, numbers = self._edges(hashes, first, (last_index, last))
+        depths.append(last_index + 1)
+        reach = [reached[number] for number in numbers]
+        # Reach only shrinks on the way down, so what differs is what is lost.
+        return depths, [*map(xor, reach, reach[1:]), reach[-1]]
 
     def check_invariants(self, claims: Sequence[Claims]) -> None:
         """AssertionError names what is wrong. Walks everything."""
@@ -205,36 +208,31 @@ class Holdings:
         self._depth_of_last = low
         return low, block
 
-    def _edges(self, hashes: Sequence[int], first: int, last: tuple[int, int]) -> list[tuple[int, int, int]]:
-        """(index, set before it, set from it on) wherever two neighbours on the chain are in different sets."""
+    def _edges(self, hashes: Sequence[int], first: int, last: tuple[int, int]) -> tuple[list[int], list[int]]:
+        """Indices at which another set begins than that of the block before, and all sets on the way: one more."""
         find, set_of = self._tree.find, self._tree.set_of
-        edges: list[tuple[int, int, int]] = []
+        edges: list[int] = []
+        numbers = [set_of[first]]
         waiting = [(0, first, *last)]
         while waiting:
             low, low_block, high, high_block = waiting.pop()
-            before, after = set_of[low_block], set_of[high_block]
-            if before == after:
+            after = set_of[high_block]
+            if set_of[low_block] == after:
                 continue
             distance = high - low
             if distance == 1:
-                edges.append((high, before, after))
+                edges.append(high)
+                numbers.append(after)
                 continue
-            if distance >= COMPARED_AT_ONCE_MIN and high_block - low_block == distance:
-                steps = self._steps(low, low_block, high_block)
-                if steps is not None:
-                    edges += steps
-                    continue
+            if (distance >= COMPARED_AT_ONCE_MIN and high_block - low_block == distance
+                    and self._tree.is_run(low_block, high_block)):
+                column = np.frombuffer(set_of[low_block:high_block + 1], np.uint32)
+                steps = (column[1:] != column[:-1]).nonzero()[0] + 1
+                edges += (steps + low).tolist()
+                numbers += column[steps].tolist()
+                continue
             middle = (low + high) >> 1
             block = find(hashes[middle])
             waiting.append((middle, block, high, high_block))
             waiting.append((low, low_block, middle, block))
-        return edges
-
-    def _steps(self, low: int, low_block: int, high_block: int) -> Iterable[tuple[int, int, int]] | None:
-        """As _edges(), between two ids if each is the parent of the next; None if that is not so."""
-        parents = np.frombuffer(self._tree.parent[low_block + 1:high_block + 1], np.int32)
-        if parents[0] != low_block or not (parents[1:] - parents[:-1] == 1).all():
-            return None
-        numbers = np.frombuffer(self._tree.set_of[low_block:high_block + 1], np.uint32)
-        steps = np.flatnonzero(numbers[1:] != numbers[:-1])
-        return zip((steps + (low + 1)).tolist(), numbers[steps].tolist(), numbers[steps + 1].tolist(), strict=True)
+        return edges, numbers

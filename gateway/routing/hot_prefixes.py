@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from worker.protocol.block_hash import pack_tokens, unpack_tokens
@@ -77,6 +78,7 @@ class HotPrefixes:
         self._prefixes_max = prefixes_max
         self._tokens_max = tokens_max
         self._prefixes: dict[int, HotPrefix] = {}
+        self._coldest: list[tuple[float, int]] = []  # a heap of (rank once, key): ranks only rise
         self._num_tokens = 0
         self._seen: OrderedDict[int, None] = OrderedDict()
 
@@ -128,6 +130,12 @@ class HotPrefixes:
         prefix.hit(now)
         self._num_tokens += num_tokens
         while len(self._prefixes) > self._prefixes_max or self._num_tokens > self._tokens_max:
-            coldest = min((other for other in self._prefixes if other != key),
-                          key=lambda other: self._prefixes[other].rank)
-            self._num_tokens -= self._prefixes.pop(coldest).num_tokens
+            self._num_tokens -= self._prefixes.pop(self._take_coldest()).num_tokens
+        heappush(self._coldest, (prefix.rank, key))  # only now: the newest stays
+
+    def _take_coldest(self) -> int:
+        """The key of the lowest rank among those in the heap, which leaves it."""
+        heap = self._coldest
+        while (rank := self._prefixes[heap[0][1]].rank) > heap[0][0]:
+            heapreplace(heap, (rank, heap[0][1]))
+        return heappop(heap)[1]

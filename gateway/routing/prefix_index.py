@@ -78,13 +78,14 @@ class PrefixIndex:
         shift = 0 if tier == "gpu" and not group else self._lanes.shift(tier, group)
         if self._unplaced.by_first:
             self._unplaced.meet(claims, hashes, parent)
-        if len(hashes) == 1 and not shift and not tree.find(hashes[0]):  # a decoding engine's events
+        is_new = not tree.find(hashes[0])
+        if is_new and len(hashes) == 1 and not shift:  # a decoding engine's events
             self._holdings.append_one(claims, start, hashes[0])
             claims.num_confirmed += 1
             self._settle(1)
             return 1
         bits = claims.bits if self._lanes.fast >> shift & 1 else claims.confirmed_bit | claims.any_bit
-        known, is_cut = tree.known(start, hashes)
+        known, is_cut = tree.known(start, hashes) if not is_new else ([], False)
         num_stored = len(known)
         last = start
         if known:
@@ -235,11 +236,11 @@ class PrefixIndex:
         """
         if self._bets.is_due(now):
             self.expire(now)
-        ends = self._holdings.ends(hashes)
-        while (bet := self._unplaced.below(hashes, ends[-1][0] if ends else 0)) is not None:
+        depths, ends = self._holdings.ends(hashes)
+        while (bet := self._unplaced.below(hashes, depths[-1] if depths else 0)) is not None:
             self._unplaced.place(bet)
-            ends = self._holdings.ends(hashes)
-        return self._roster.matches(ends)
+            depths, ends = self._holdings.ends(hashes)
+        return self._roster.matches(depths, ends)
 
     def holds(self, endpoint_id: str, block_hash: int) -> bool:
         """Whether the endpoint has a confirmed claim on this block, reachable or not."""

@@ -5,12 +5,13 @@ Owns the slots. A slot of an endpoint that is gone is given to another only when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gateway.routing.claims import BITS_A_SLOT, SLOT_MASK, Claims
 
 NAME_SETS_MAX = 4096
+PLAIN_MATCHES_MAX = 4096
 
 
 class Match(NamedTuple):
@@ -26,7 +27,16 @@ class Match(NamedTuple):
 
 
 NO_MATCH = Match(0, 0)
-_new_tuple = tuple.__new__
+
+
+class _PlainMatches(dict[int, Match]):
+    """By depth, the match of an endpoint that is confirmed to hold as much in a fast tier, as most are."""
+
+    def __missing__(self, depth: int) -> Match:
+        if len(self) >= PLAIN_MATCHES_MAX:
+            self.clear()
+        match = self[depth] = Match(depth, 0)
+        return match
 
 
 class Roster:
@@ -38,6 +48,7 @@ class Roster:
         self._retired: set[int] = set()
         self._every_confirmed = 0
         self._names: dict[int, tuple[str, ...] | None] = {}
+        self._plain = _PlainMatches()
 
     def join(self, endpoint_id: str) -> Claims:
         """A new endpoint, in the first slot that is free."""
@@ -72,29 +83,34 @@ class Roster:
             if claims is not None:
                 yield claims
 
-    def matches(self, ends: Iterable[tuple[int, int]]) -> dict[str, Match]:
-        """From (depth, bits whose reach ends there), ascending, to a match for each endpoint."""
+    def matches(self, depths: Sequence[int], ends: Sequence[int]) -> dict[str, Match]:
+        """A match for each endpoint: `ends` are the bits whose reach ends at each of `depths`, ascending."""
         matches: dict[str, Match] = {}
-        confirmed: dict[str, int] = {}
-        fast: dict[str, int] = {}
-        remembered = self._names
-        for depth, lost in ends:
-            names = remembered[lost] if lost in remembered else self._remember(lost)
-            if names is not None:
-                # A new tuple as Match(depth, 0), in half the time.
-                matches.update(dict.fromkeys(names, _new_tuple(Match, (depth, 0, 0))))
-                continue
-            for claims in self.owners(lost):
-                endpoint_id = claims.endpoint_id
-                if lost & claims.fast_bit:
-                    fast[endpoint_id] = depth
-                if lost & claims.confirmed_bit:
-                    confirmed[endpoint_id] = depth
-                if lost & claims.any_bit:
-                    num_confirmed = confirmed.get(endpoint_id, 0)
-                    matches[endpoint_id] = Match(num_confirmed, depth - num_confirmed,
-                                                 num_confirmed - fast.get(endpoint_id, 0))
+        remembered, plain = self._names, self._plain
+        for depth, lost in zip(depths, ends, strict=True):
+            try:
+                names = remembered[lost]
+            except KeyError:
+                names = self._remember(lost)
+            if names is None:
+                self._match_apart(matches, depth, lost)
+            elif len(names) == 1:
+                matches[names[0]] = plain[depth]
+            else:
+                matches.update(dict.fromkeys(names, plain[depth]))
         return matches
+
+    def _match_apart(self, matches: dict[str, Match], depth: int, lost: int) -> None:
+        """Where fast, confirmed and speculative reach end, in this order, at depths of their own."""
+        for claims in self.owners(lost):
+            num_confirmed, num_speculative, num_slow = matches.get(claims.endpoint_id, NO_MATCH)
+            if lost & claims.fast_bit:
+                num_confirmed = depth
+            if lost & claims.confirmed_bit:
+                num_confirmed, num_slow = depth, depth - num_confirmed
+            if lost & claims.any_bit:
+                num_speculative = depth - num_confirmed
+            matches[claims.endpoint_id] = Match(num_confirmed, num_speculative, num_slow)
 
     def _remember(self, lost: int) -> tuple[str, ...] | None:
         """Whose bits these are, when each has all of its bits among them: the usual case, nothing speculative and

@@ -120,7 +120,7 @@ class Dispatcher:
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
             chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads),
-            standings=self._standings)
+            tier_ratio_of=learning.tier_ratio, standings=self._standings)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.

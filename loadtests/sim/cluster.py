@@ -16,11 +16,11 @@ from loadtests.sim.clock import VirtualClock
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
 from loadtests.sim.policies.routing_policy import RoutingPolicy
 from loadtests.sim.restarts import schedule_storm
-from loadtests.sim.shared_cores import Machines
+from loadtests.sim.shared_cores import Machines, OthersWork
 from loadtests.sim.sim_copies import copy_request
 from loadtests.sim.sim_gateway import SimGateway
 from loadtests.sim.sim_request import SimRequest, requests_of, scheme_of
-from loadtests.sim.sim_worker import SimWorker, WorkerListener
+from loadtests.sim.sim_worker import SimWorker, Step, WorkerListener
 from loadtests.traces import Trace
 
 
@@ -30,7 +30,8 @@ class ClusterSettings:
     snapshot follows after `resync_s`. `coalesce` False runs every decode step by itself. `shared_ledger`: what one
     gateway books the others know at once, as the processes of one gateway do; without it they know reports alone.
     `restart_storm`: see restarts.py. `copies_ahead`: of hot prefixes, where the policy has them made.
-    `workers_per_machine` share `cores_per_machine`, a core each while they last."""
+    `workers_per_machine` share `cores_per_machine`, a core each while they last, and with `others_work`, of which
+    gateways are not told. `began` hears of each step of each worker, by number, where none are skipped over."""
 
     num_workers: int = 8
     blocks_per_worker: int = 4096
@@ -48,6 +49,8 @@ class ClusterSettings:
     copies_ahead: bool = True
     workers_per_machine: int = 1
     cores_per_machine: int = 1
+    others_work: OthersWork | None = None
+    began: Callable[[int, Step], None] | None = None
 
 
 class Cluster:
@@ -59,7 +62,7 @@ class Cluster:
         self.clock = VirtualClock()
         scheme = scheme_of(trace)
         self._scheme = scheme
-        self._machines = Machines(settings.workers_per_machine, settings.cores_per_machine)
+        self._machines = Machines(settings.workers_per_machine, settings.cores_per_machine, settings.others_work)
         self.workers = [self._new_worker(number) for number in range(settings.num_workers)]
         self.retired: list[SimWorker] = []
         self._worker_of = {worker.worker_id: worker for worker in self.workers}
@@ -190,7 +193,9 @@ class Cluster:
         def finished(request: SimRequest) -> None:
             clock.after(network_s, lambda: self._end(request))
 
-        return WorkerListener(first_token, finished, lambda changes: self._publish(self.workers[number], changes))
+        began = self.settings.began
+        return WorkerListener(first_token, finished, lambda changes: self._publish(self.workers[number], changes),
+                              None if began is None else lambda step: began(number, step))
 
     def _publish(self, worker: SimWorker, changes: list[Change]) -> None:
         if not self._uses_index:

@@ -62,7 +62,7 @@ def fit(samples: Sequence[Prefill | DecodeStep], *, max_batch_tokens: int, max_r
         raise ValueError("too few measurements for a cost model")
     seconds = np.array([sample.seconds for sample in samples])
     terms = np.array([sample.terms(max_batch_tokens) for sample in samples]) / seconds[:, None]
-    found = _not_negative(terms, np.ones(len(samples)))
+    found = least_squares(terms, np.ones(len(samples)))
     request_s, floor_s, token_s, pair_s, context_s, row_s = (float(value) for value in found)
     model = CostModel("fitted", f"{len(samples)} measurements of a live worker", floor_s=floor_s, weights_s=0.0,
                       token_s=token_s, pair_s=pair_s, context_s=context_s, row_s=row_s,
@@ -79,8 +79,8 @@ def means(samples: Sequence[Prefill | DecodeStep]) -> list[Prefill | DecodeStep]
     return [replace(sample, seconds=statistics.fmean(seconds)) for sample, seconds in alike.items()]
 
 
-def _not_negative(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares where the most negative term is dropped until none is left."""
+def least_squares(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """No term below zero: the most negative one is dropped until none is left."""
     kept = list(range(terms.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(terms[:, kept], wanted, rcond=None)

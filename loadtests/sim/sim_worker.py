@@ -46,13 +46,27 @@ class Report(NamedTuple):
     step_tokens: int = 0
 
 
+class Step(NamedTuple):
+    """What a step computes and how long that takes: here, and with a core for itself."""
+
+    began_at: float
+    took_s: float
+    alone_s: float
+    prefill_tokens: int
+    prefill_pairs: float
+    decode_rows: int
+    decode_context: int
+
+
 @dataclass(slots=True)
 class WorkerListener:
-    """Whom to tell: (request, cached tokens) at the first token, (request) at the end, (changes) after a step."""
+    """Whom to tell: (request, cached tokens) at the first token, (request) at the end, (changes) after a step; and
+    who wants to know of each step that begins, where none are skipped over."""
 
     first_token: Callable[[SimRequest, int], None]
     finished: Callable[[SimRequest], None]
     changed: Callable[[list[Change]], None]
+    began: Callable[[Step], None] | None = None
 
 
 class SimWorker:
@@ -94,6 +108,8 @@ class SimWorker:
                             priority=request.priority)
         if self.scheduler.submit(sequence) is not None:
             return False
+        if self._cores is not None:
+            self._cores.arrived()
         self._requests[request.index] = request
         self._tokens[request.index] = OUTPUT_TOKENS_FROM + request.index
         if self._plan is None:
@@ -188,9 +204,11 @@ class SimWorker:
             else:
                 prefill += num_tokens
                 pairs += pairs_of(share.start, num_tokens)
-        self._planned_s = self.model.step_s(prefill, pairs, rows, context)
+        alone_s = self._planned_s = self.model.step_s(prefill, pairs, rows, context)
         if self._cores is not None:
-            self._planned_s *= self._cores.begin(self.worker_id)
+            self._planned_s = self._cores.begin(self.worker_id, alone_s, now)
+        if self._listener.began is not None:
+            self._listener.began(Step(now, self._planned_s, alone_s, prefill, pairs, rows, context))
         self._planned_work = prefill, rows
         self._wake_at(now + self._planned_s, self._end_real_step)
 
@@ -200,8 +218,10 @@ class SimWorker:
         self.busy_s += self._planned_s
         self._learn(*self._planned_work, self._planned_s)
         tokens = self._tokens
-        updates = self.scheduler.commit(StepResult(plan.step_id, {
-            share.seq_id: SampledToken(tokens[share.seq_id]) for share in plan.sequences if share.samples}))
+        sampled = {share.seq_id: SampledToken(tokens[share.seq_id]) for share in plan.sequences if share.samples}
+        if self._cores is not None:
+            self._cores.streamed(len(sampled))
+        updates = self.scheduler.commit(StepResult(plan.step_id, sampled))
         self._plan = None
         for update in updates:
             request = self._requests[update.seq_id]

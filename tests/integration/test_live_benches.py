@@ -37,6 +37,8 @@ def test_every_arm_is_sent_the_same_and_predicted_hits_are_found(tmp_path: Path)
 
 
 def test_the_simulator_finds_the_hits_that_live_workers_find(tmp_path: Path) -> None:
-    report = bench("agreement", tmp_path, "--requests", "30", "--load", "0.1", "--kv-memory", "8MiB")
-    assert report["live_rounds"][0]["requests"] == report["simulated"]["requests"] == 30
-    assert abs(report["error_ratio"]["hit_token_ratio"]) < 0.3
+    report = bench("agreement", tmp_path, "--requests", "30", "--load", "0.1", "--kv-memory", "8MiB",
+                   "--trace", str(ROOT / "loadtests" / "excerpts" / "mooncake_400.jsonl.gz"))
+    compared, = report["traces"]
+    assert compared["live_rounds"][0]["requests"] == compared["simulated_rounds"][0]["requests"] == 30
+    assert abs(compared["error_ratio"]["hit_token_ratio"]) < 0.3

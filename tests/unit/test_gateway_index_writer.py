@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
 from gateway.knowledge.index_writer import IndexWriter, NumberedBatch
 from gateway.routing.prefix_index import Match, PrefixIndex
 from worker.protocol.block_hash import HashScheme, block_hashes
-from worker.protocol.cache_events import BlockRemoved, BlockStored, EventBatch
+from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 SCHEME = HashScheme(block_size=4, seed=b"seed", model="m", weights="w", tokenizer="t", template="",
                     kv_dtype="float32", exactness="strict")
@@ -32,6 +32,14 @@ async def until_swept(index: PrefixIndex, num_blocks: int) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError(f"{index.num_blocks()} blocks stay")
+
+
+async def until_any(index: PrefixIndex, endpoint_id: str) -> None:
+    for _ in range(10_000):
+        if index.num_blocks(endpoint_id):
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("no block came")
 
 
 def chain(num_blocks: int) -> tuple[list[int], BlockStored]:
@@ -101,3 +109,44 @@ async def test_a_snapshot_replaces_what_was_believed_while_the_old_blocks_are_st
         assert index.match(own, 0.0) == {"a": Match(2, 0)}
         assert writer.counts("a").num_other_epoch == 1
         await until_swept(index, 2)
+
+
+def is_done_at_once(change: Coroutine[None, None, None]) -> bool:
+    try:
+        change.send(None)
+    except StopIteration:
+        return True
+    change.close()
+    return False
+
+
+async def test_a_small_change_is_made_at_once_unless_another_is_before_it() -> None:
+    async with running() as (index, writer):
+        own, event = chain(20_000)
+        small = [NumberedBatch(0, EventBatch(0.0, [BlockStored((own[0],), None, tuple(range(4)), 4)]))]
+        await asyncio.gather(writer.restart("a", SCHEME, "boot-1", []), writer.restart("b", SCHEME, "boot-1", []))
+        assert is_done_at_once(writer.apply("a", small))
+        assert index.match(own, 0.0) == {"a": Match(1, 0)}
+        assert not is_done_at_once(writer.apply("b", [NumberedBatch(0, EventBatch(0.0, [event]))])), "it is large"
+        assert not is_done_at_once(writer.apply("a", small)), "another is queued"
+        assert not is_done_at_once(writer.apply("a", [NumberedBatch(1, EventBatch(0.0, [AllBlocksCleared()]))]))
+        restarting = asyncio.create_task(writer.restart("c", SCHEME, "boot-1", [event]))
+        await until_any(index, "c")
+        assert not is_done_at_once(writer.apply("a", small)), "another is under way"
+        await restarting
+        assert index.match(own, 0.0)["c"] == Match(20_000, 0)
+
+
+async def test_small_changes_of_many_are_all_made_in_order() -> None:
+    async with running() as (index, writer):
+        own, _ = chain(8)
+        names = [f"w{number}" for number in range(100)]
+        await asyncio.gather(*[writer.restart(name, SCHEME, "boot-1", []) for name in names])
+
+        async def feed(name: str) -> None:
+            for at in range(8):
+                event = BlockStored((own[at],), own[at - 1] if at else None, tuple(range(4 * at, 4 * at + 4)), 4)
+                await writer.apply(name, [NumberedBatch(at, EventBatch(0.0, [event]))])
+
+        await asyncio.gather(*map(feed, names))
+        assert index.match(own, 0.0) == dict.fromkeys(names, Match(8, 0))

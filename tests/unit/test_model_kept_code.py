@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 
-from worker.model.compiled_loading import and_without_kept_code, say_what_is_kept
+from worker.model.compiled_loading import FOLDERS_MAX, and_without_kept_code, place_for_code, say_what_is_kept
 
 
 class Code:
@@ -34,6 +35,22 @@ def test_a_file_that_is_cut_off_is_made_anew(tmp_path: Path, caplog: pytest.LogC
     assert and_without_kept_code(str(tmp_path), code.look) == "code"
     assert (code.num_made, code.file.read_bytes()) == (2, whole)
     assert str(tmp_path) in caplog.text
+
+
+def test_code_of_older_versions_goes_and_what_is_used_stays(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    for age in range(6):
+        folder = tmp_path / f"compiled-{age}"
+        folder.mkdir()
+        (folder / "step.nbc").write_bytes(b"code")
+        os.utime(folder, (1000 - age, 1000 - age))
+    used = Path(place_for_code(tmp_path))
+    assert {found.name for found in tmp_path.iterdir()} == {
+        "models", used.name, *(f"compiled-{age}" for age in range(FOLDERS_MAX - 1))}
+    os.utime(used, (1, 1))
+    (tmp_path / "compiled-new").mkdir()
+    assert Path(place_for_code(tmp_path)) == used
+    assert used.exists()
 
 
 def test_what_fails_without_kept_code_fails_once(tmp_path: Path) -> None:

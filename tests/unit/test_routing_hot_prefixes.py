@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gateway.routing.hot_prefixes import BLOCKS_MIN, HALF_LIFE_S, HotPrefixes, Sighting
 
 
@@ -71,3 +74,23 @@ def test_one_more_hit_of_a_listed_prefix_needs_no_sighting() -> None:
     assert hot.hit(chain, 8, 5.0)
     again.note(sighting(1), 5.0)
     assert hot.hottest(9, 6.0) == again.hottest(9, 6.0)
+
+
+class Naive(HotPrefixes):
+    """Looks at everybody for the coldest."""
+
+    def _take_coldest(self) -> int:
+        keys = [key for _, key in self._coldest]
+        coldest = min(keys, key=lambda key: (self._prefixes[key].rank, key))
+        self._coldest = [entry for entry in self._coldest if entry[1] != coldest]
+        return coldest
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(BLOCKS_MIN, 9), st.floats(0, 400)), max_size=200))
+def test_who_goes_is_the_coldest(asked: list[tuple[int, int, float]]) -> None:
+    ours, naive, now = HotPrefixes(prefixes_max=4, tokens_max=120), Naive(prefixes_max=4, tokens_max=120), 0.0
+    for first, depth, pause_s in asked:
+        now += pause_s
+        for hot in (ours, naive):
+            hot.note(sighting(first, depth), now)
+        assert ours.hottest(9, now) == naive.hottest(9, now)

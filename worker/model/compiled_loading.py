@@ -6,9 +6,11 @@ machine or for a model of another kind the answer is None, with a line in the lo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 SMALLEST_WEIGHTS_BYTES = 32 * 2**20
 BLOCK_SIZE = 16
 INT8 = "int8"
+# Folders of code, one for each state of our sources: so many, the last used first, are left.
+FOLDERS_MAX = 4
 # Rounding over a whole model is up to a tenth of the logits' spread; a part that is wrong is far beyond.
 TOLERANCE = 0.3
 logger = logging.getLogger("headstart.model")
@@ -151,9 +155,19 @@ def place_for_code(cache: Path) -> str:
     folder = cache / f"compiled-{_source_digest()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
     except OSError:
         return ""
+    _forget_older_code(cache)
     return str(folder) if os.access(folder, os.W_OK) else ""
+
+
+def _forget_older_code(cache: Path) -> None:
+    """Of versions that nobody has started for longest; one that is started again compiles again."""
+    with contextlib.suppress(OSError):  # another start takes them away as well
+        folders = sorted(cache.glob("compiled-*"), key=lambda found: found.stat().st_mtime, reverse=True)
+        for folder in folders[FOLDERS_MAX:]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _source_digest() -> str:
