@@ -20,8 +20,8 @@ REFERENCE_STREAMS = 32   # that share a decode step, when saturation is computed
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
     """Seconds, tokens and ratios of one policy. `max_mean_load`: positions computed by the busiest worker against
-    the mean; `max_mean_requests` the same by requests, `max_mean_busy` by seconds in which a worker computed. `failed`
-    requests fit no worker and count nowhere else."""
+    the mean; `max_mean_requests` the same by requests, `max_mean_busy` by seconds in which a worker computed.
+    `failed` requests fit no worker and count nowhere else."""
 
     policy: str
     ttft_mean_s: float
