@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from worker.prompt.json_body import MAX_JSON_KEYS, check_nesting
-from worker.prompt.messages import check_messages
+from worker.prompt.json_body import MAX_JSON_DEPTH, MAX_JSON_KEYS, opens_at_most
+from worker.prompt.messages import are_plain, check_messages
 from worker.prompt.requests import ChatRequest, parse_chat
-from worker.protocol.api_error import ApiError
 
 REMEMBERED = 512
 REST_MAX_BYTES = 512
@@ -39,30 +38,25 @@ def parse_usual_chat(body: bytes) -> ChatRequest:
     # there are four characters a key, one of which stands in `rest` already, but for the last.
     num_bytes = sum(map(len, names)) + len(rest) + 3 * len(names) + len(memoryview(messages)) + len('"messages":,{}')
     is_usual = len(rest) <= REST_MAX_BYTES and names and num_bytes == len(body)
-    if not is_usual or not _nests_well(body):
+    if not is_usual:
         return parse_chat(body)
     said = _said.get((names, rest))
     if said is None:
         return _remember((names, rest), parse_chat(body))
     try:
         decoded = messages_decoder.decode(messages)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return parse_chat(body)
-    check_messages(decoded)
+    if not are_plain(decoded):
+        if not opens_at_most(body, MAX_JSON_DEPTH):
+            return parse_chat(body)
+        check_messages(decoded)
     return msgspec.structs.replace(said, messages=tuple(decoded))
 
 
 def said_beside_messages(names: tuple[str, ...], values: Iterable[bytes]) -> ChatRequest | None:
     """What fields of these names and values say beside messages, if that is remembered."""
     return _said.get((names, b",".join(values)))
-
-
-def _nests_well(body: bytes) -> bool:
-    try:
-        check_nesting(body)
-    except ApiError:
-        return False
-    return True
 
 
 def _remember(key: tuple[tuple[str, ...], bytes], request: ChatRequest) -> ChatRequest:
