@@ -40,6 +40,12 @@ class Prefills:
     def ended(self) -> None:
         """A booking has been released that may be here."""
         self._num_ended += 1
+        heap = self._heap
+        while heap and heap[0][2].released:
+            heappop(heap)
+        if not heap and self._timer is not None:  # nobody needs waking for a request that has its answer
+            self._timer.cancel()
+            self._timer = None
         if self._num_ended > len(self._heap) // 2 + ENDED_MAX:
             self._heap = [entry for entry in self._heap if not entry[2].released]
             heapify(self._heap)

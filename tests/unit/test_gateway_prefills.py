@@ -43,3 +43,19 @@ async def test_what_ended_early_does_not_stay_for_long() -> None:
         assert len(prefills) <= 2 * ENDED_MAX + 3
     prefills.tick(far)
     assert (ledger.load("a").num_inflight, ledger.load("a").queued_prefill_tokens) == (1, 0)
+
+
+async def test_when_all_have_ended_nothing_is_left_to_look_at() -> None:
+    prefills, ledger, far = Prefills(), LoadLedger(), time.monotonic() + 1e6
+    bookings = [booked(ledger) for _ in range(3)]
+    for number, booking in enumerate(bookings):
+        prefills.expect(booking, far + number)
+    for number in (1, 2, 0):
+        bookings[number].release()
+        prefills.ended()
+    assert len(prefills) == 0
+    later = booked(ledger)
+    prefills.expect(later, time.monotonic())
+    while len(prefills):
+        await asyncio.to_thread(time.sleep, 0.001)
+    assert ledger.load("a").queued_prefill_tokens == 0
