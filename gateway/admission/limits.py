@@ -203,7 +203,7 @@ class Meters:
     def of(self, tenant: Tenant, now: float) -> TenantMeter:
         """This tenant's meter. When its limits have changed the buckets begin anew, full; what is spent is spent."""
         limits, meter = self._meters.get(tenant.tenant_id, (None, None))
-        if meter is None or limits != tenant.limits:
+        if meter is None or (limits is not tenant.limits and limits != tenant.limits):
             before = None if meter is None else meter.state(NEVER_USED)
             meter = TenantMeter(tenant.limits, now, wall_offset_s=self._wall_offset_s)
             if before is not None:

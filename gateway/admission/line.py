@@ -8,8 +8,6 @@ whoever is under its share finds one at once instead of waiting until one of the
 
 from __future__ import annotations
 
-from collections import Counter
-
 from gateway.admission.places import Places, may_hold_another
 from gateway.admission.queue import FairQueue, ServiceRate, Waiting
 
@@ -22,7 +20,7 @@ class Line:
         self.places = places
         self.rate = ServiceRate()
         self._reserved_ratio = reserved_ratio
-        self._held: Counter[str] = Counter()
+        self._held: dict[str, int] = {}  # by tenants that hold any
 
     @property
     def num_holding(self) -> int:
@@ -37,7 +35,7 @@ class Line:
         if not self._may_hold_another(entry.tenant_id, limit):
             self.places.give_back()
             return False
-        self._held[entry.tenant_id] += 1
+        self._held[entry.tenant_id] = self._held.get(entry.tenant_id, 0) + 1
         self.queue.pass_by(entry)
         return True
 
@@ -49,15 +47,15 @@ class Line:
         if entry is None:
             self.places.give_back()
             return None
-        self._held[entry.tenant_id] += 1
+        self._held[entry.tenant_id] = self._held.get(entry.tenant_id, 0) + 1
         return entry
 
     def give_back(self, tenant_id: str) -> None:
         """A place of this tenant's is free again."""
         self.places.give_back()
-        self._held[tenant_id] -= 1
-        if not self._held[tenant_id]:
-            del self._held[tenant_id]
+        num_held = self._held.pop(tenant_id) - 1
+        if num_held:
+            self._held[tenant_id] = num_held
 
     def queue_changed(self) -> None:
         """Tell the other processes what waits here."""
@@ -67,5 +65,5 @@ class Line:
         """Asked with the place already taken."""
         if not tenant_id:
             return True  # without keys there is nobody else to leave anything to
-        return may_hold_another(self.places.estimated(self._held[tenant_id]), self.places.num_free(limit) + 1,
+        return may_hold_another(self.places.estimated(self._held.get(tenant_id, 0)), self.places.num_free(limit) + 1,
                                 self._reserved_ratio)

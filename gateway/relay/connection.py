@@ -140,7 +140,7 @@ class Exchange:
         while (head := self._parser.head) is None:
             self._raise_failure()
             await self._wait(None)
-        self.status, self.headers = head
+        self.status, self.headers = head.status, head.headers
 
     async def read_chunk(self, within_s: float | None = None, takers: Takers | None = None) -> bytes:
         """See UpstreamResponse."""
@@ -163,9 +163,10 @@ class Exchange:
 
     def whole(self) -> bytes | None:
         """The body, if the whole response is here and well; None while it is not, or is known to have failed."""
-        if not self._parser.is_complete or self._failure is not None or self._parser.head is None:
+        head = self._parser.head
+        if not self._parser.is_complete or self._failure is not None or head is None:
             return None
-        self.status, self.headers = self._parser.head
+        self.status, self.headers = head.status, head.headers
         return b"".join(self._chunks)
 
     def stream_began(self) -> bytes | None:
@@ -173,7 +174,7 @@ class Exchange:
         head = self._parser.head
         if head is None or self._connection is None or not self._chunks:
             return None
-        self.status, self.headers = head
+        self.status, self.headers = head.status, head.headers
         return b"".join(self._chunks)
 
     def pass_on(self, takers: Takers) -> None:

@@ -212,7 +212,6 @@ async def _answered(exchange: Exchange) -> Exchange:
 
 
 def _request_head(beginning: str, request: UpstreamRequest) -> bytes:
-    headers = list(request.headers.items())
     if request.body or request.method == "POST":
-        headers.append(("Content-Length", str(len(request.body))))
-    return head_bytes(beginning, headers)
+        beginning = f"{beginning}\r\nContent-Length: {len(request.body)}"
+    return head_bytes(beginning, request.headers.items())

@@ -9,10 +9,9 @@ from collections.abc import Collection
 
 
 def head_bytes(beginning: str, headers: Collection[tuple[str, str]]) -> bytes:
-    """`beginning` (a start line, or several lines), the headers, the blank line. ValueError if a line breaks."""
-    head = "\r\n".join([beginning, *[f"{name}: {value}" for name, value in headers]])
-    num_breaks = beginning.count("\r\n") + len(headers)
+    """`beginning` (a start line, or several lines of ours), the headers, the blank line. ValueError if one breaks."""
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
     # One line break more than we wrote would be somebody else's header.
-    if head.count("\n") != num_breaks or head.count("\r") != num_breaks:
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
         raise ValueError("a line break inside a header")
-    return f"{head}\r\n\r\n".encode("utf-8", "surrogateescape")
+    return f"{beginning}\r\n{lines}\r\n".encode("utf-8", "surrogateescape")

@@ -9,7 +9,9 @@ Not supported, since no request of ours asks for it: upgrades, transfer codings 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from functools import lru_cache
+
+from msgspec import Struct
 
 MAX_HEAD_BYTES = 32 * 1024  # of one head, and of the trailers
 MAX_HEADERS = 256
@@ -18,20 +20,21 @@ MAX_INFORMATIONAL = 16  # 1xx heads before the final one
 
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*"
 _FIELD = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:" + _VALUE
-_HEAD = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: " + _VALUE + rb")?((?:\r\n" + _FIELD + rb")*)")
+_START = re.compile(r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: .*)?")
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_NO_CONTROLS = bytes({*range(0x20, 0x7f), *range(0x80, 0x100), 0x09})  # what a value may hold
+HEADS_REMEMBERED = 256  # start lines and names of headers, which are few
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;" + _VALUE + rb")?")
 _TRAILER = re.compile(_FIELD)
-# Of what _HEAD has found to be well formed; a value ends where its line does.
-_NAME_AND_VALUE = re.compile(r"\r\n([^:]+):[ \t]*(.*?)[ \t]*(?![^\r])")
 _BEGINNING = b"HTTP/1."
 _NO_BODY = (204, 304)
 # A stream's usual chunks arrive one by one, whole, and are no longer than this.
 FRAMED_BYTES_MAX = 2047
 CHUNK_SIZES = {text % size: size for size in range(1, FRAMED_BYTES_MAX + 1) for text in (b"%x", b"%X")}
-_LENGTH = re.compile(r"[0-9]{1,18}")
+LENGTH_DIGITS_MAX = 18
 
 
-class ResponseHead(NamedTuple):
+class ResponseHead(Struct, frozen=True, gc=False):
     """Names in lower case; values of a name that came more than once are joined with commas."""
 
     status: int
@@ -130,7 +133,7 @@ class ResponseParser:
 
     def _settle_framing(self, head: ResponseHead, is_http_11: bool) -> None:
         """RFC 9112 section 6.3, refusing what it merely allows to repair."""
-        status, headers = head
+        headers = head.headers
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         options = headers.get("connection")
         self._keeps_alive = is_http_11 and (options is None or "close" not in _tokens(options))
@@ -139,9 +142,9 @@ class ResponseParser:
                 raise _Malformed("both Transfer-Encoding and Content-Length")
             if coding.lower() != "chunked" or not is_http_11:
                 raise _Malformed(f"Transfer-Encoding {coding[:40]!r} in HTTP/1.{int(is_http_11)}")
-        if length is not None and not _LENGTH.fullmatch(length):
+        if length is not None and not (length.isascii() and length.isdigit() and len(length) <= LENGTH_DIGITS_MAX):
             raise _Malformed(f"Content-Length {length[:40]!r}")
-        if self._is_head_request or status in _NO_BODY:
+        if self._is_head_request or head.status in _NO_BODY:
             self.is_complete = True
         elif coding is not None:
             self._is_chunked = True
@@ -229,17 +232,35 @@ class ResponseParser:
 
 
 def _parse_head(raw: bytes) -> tuple[ResponseHead, bool]:
-    match = _HEAD.fullmatch(raw)
-    if match is None:
+    start, *lines = raw.decode("latin-1").split("\r\n")
+    known = _start_line(start)
+    # Beside what values may hold there is nothing but the line breaks between the lines.
+    if known is None or raw.translate(None, _NO_CONTROLS) != b"\r\n" * len(lines):
         raise _Malformed(f"a malformed response head: {raw[:80]!r}")
-    lines = _NAME_AND_VALUE.findall(match[3].decode("latin-1"))
     if len(lines) > MAX_HEADERS:
         raise _Malformed(f"more than {MAX_HEADERS} headers")
     headers: dict[str, str] = {}
-    for name, value in lines:
-        name = name.lower()
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    return ResponseHead(int(match[2]), headers), match[1] == b"1"
+    for line in lines:
+        name, colon, value = line.partition(":")
+        lower = _name_of_header(name)
+        if not lower or not colon:
+            raise _Malformed(f"a malformed response head: {raw[:80]!r}")
+        value = value.strip(" \t")
+        headers[lower] = f"{headers[lower]}, {value}" if lower in headers else value
+    return ResponseHead(known[0], headers), known[1]
+
+
+@lru_cache(HEADS_REMEMBERED)
+def _start_line(line: str) -> tuple[int, bool] | None:
+    """The status, and whether it is HTTP/1.1."""
+    match = _START.fullmatch(line)
+    return None if match is None else (int(match[2]), match[1] == "1")
+
+
+@lru_cache(HEADS_REMEMBERED)
+def _name_of_header(name: str) -> str | None:
+    """In lower case; None for what cannot be one."""
+    return name.lower() if _NAME.fullmatch(name) else None
 
 
 def _tokens(value: str) -> list[str]:

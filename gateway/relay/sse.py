@@ -8,9 +8,9 @@ Approximation: usage is found only if it lies within the last `limit_bytes`; Ope
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
-import orjson
+import msgspec
+from msgspec import Struct
 
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 TAIL_LIMIT_BYTES = 64 * 1024
@@ -19,8 +19,7 @@ _USAGE = b'"usage"'
 _BORDERS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True, gc=False):
     """Token counts as the worker reported them; `cached_tokens` is None when the engine does not say."""
 
     prompt_tokens: int
@@ -85,16 +84,34 @@ class StreamTail:
         return None
 
 
+class _Details(Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Counts(Struct, gc=False):
+    prompt_tokens: int
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Body(Struct, gc=False):
+    usage: _Counts | None = None
+
+
+_body_decoder = msgspec.json.Decoder(_Body, strict=False)
+
+
 def body_usage(body: bytes) -> Usage | None:
     """The `usage` object of one JSON body or event, or None when there is none or it is not what OpenAI defines."""
     try:
-        usage = orjson.loads(body)["usage"]
-        details = usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
-        return Usage(int(usage["prompt_tokens"]), int(usage.get("completion_tokens") or 0),
-                     None if cached is None else int(cached))
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        usage = _body_decoder.decode(body).usage
+    except (msgspec.MsgspecError, RecursionError):
         return None
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details
+    cached = None if details is None else details.cached_tokens
+    return Usage(usage.prompt_tokens, usage.completion_tokens or 0, cached)
 
 
 def error_event(body: bytes) -> bytes:

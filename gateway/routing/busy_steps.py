@@ -44,7 +44,8 @@ class BusySteps:
     def saw(self, expected: CandidateCost, first_token_s: float) -> None:
         """A first token took so long, where `expected` was reckoned."""
         num_own = expected.num_steps - STEP_UNDER_WAY
-        if num_own <= 0 or expected.steps_s <= 0 or expected.room_s:   # waiting for memory says nothing about steps
+        # Waiting for memory or for a slower tier says nothing about steps.
+        if num_own <= 0 or expected.steps_s <= 0 or expected.room_s or expected.spared_s:
             return
         prompts_s = expected.prefill_s + expected.queue_s
         weight = NEWEST_WEIGHT * min(1.0, num_own) * min(1.0, expected.steps_s / (expected.steps_s + prompts_s)
@@ -52,13 +53,14 @@ class BusySteps:
         num_shares = expected.num_steps * (expected.num_active + FIXED_STREAMS)
         seen = (first_token_s - prompts_s) / num_shares
         of_all = self._share_of_all or expected.steps_s / num_shares
-        self._shares[expected.endpoint_id] = _moved(self._shares.get(expected.endpoint_id, of_all), seen, weight)
-        self._share_of_all = _moved(of_all, seen, weight)
+        self._shares[expected.endpoint_id] = moved(self._shares.get(expected.endpoint_id, of_all), seen, weight)
+        self._share_of_all = moved(of_all, seen, weight)
 
     def forget(self, endpoint_id: str) -> None:
         """Another process answers there now."""
         self._shares.pop(endpoint_id, None)
 
 
-def _moved(before: float, seen: float, weight: float) -> float:
+def moved(before: float, seen: float, weight: float) -> float:
+    """What is believed after an observation, which is taken to be off by CHANGE_MAX at most."""
     return before + weight * (min(max(seen, before / CHANGE_MAX), before * CHANGE_MAX) - before)

@@ -3,11 +3,12 @@
 Owns the formula and its constants. It must never read a clock, the index or the ledger: everything comes in as
 values.
 
-    total_s = prefill_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
+    total_s = prefill_s + tier_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
 
 Until our first token:
-    prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to; what has to be loaded
-               from a slower tier counts a part of what computing it would
+    prefill_s  our own prompt: uncached tokens / rate, growing with the positions attended to
+    tier_s     loading what lies in a slower tier: a part of what computing it would take, or a multiple, as seen
+               there (tier_ratios.py)
     queue_s    prompts before ours: the larger of what we sent (ledger) and what the worker reports, never their sum
     steps_s    steps with the streams there: half of the one that runs, and one for each batch of prefill that the
                worker computes in a step beside them. What such steps took lately, streams and prompts together
@@ -59,7 +60,7 @@ DEFAULT_DECODE_STEP_S = 0.02
 EXPECTED_OUTPUT_TOKENS_MAX = 4096
 # Positions over which attention costs as much again as the linear layers.
 ATTENTION_DOUBLING_TOKENS = 16384
-# Loading a token's K/V from host memory or disk, against computing it; until workers measure it.
+# Loading a token's K/V from host memory or disk, against computing it; until it was seen there.
 SLOW_TIER_RATIO = 0.1
 # Positions of prefill that share a step with the decoding streams, of a worker that does not say.
 BATCH_TOKENS = 8192
@@ -95,6 +96,7 @@ _ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
 StreamsOf = Callable[[str], Sequence[Stream]]
 BusyStepOf = Callable[[str, int], float]
+TierRatioOf = Callable[[str], float]
 
 
 def nobody(endpoint_id: str) -> Sequence[Stream]:
@@ -105,6 +107,11 @@ def nobody(endpoint_id: str) -> Sequence[Stream]:
 def unseen(endpoint_id: str, num_active: int) -> float:
     """No step has been seen yet."""
     return 0.0
+
+
+def usual_tier(endpoint_id: str) -> float:
+    """No slower tier has been seen at work yet."""
+    return SLOW_TIER_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,8 @@ class Work(Struct, frozen=True, gc=False):
     requests on an endpoint, and is asked only where memory is short; a stream's token takes `stretch` decode steps;
     `lengths` are those of answers; `chain` are the prompt's block hashes, empty where several kinds are in use;
     `busy_step_of` tells what a step takes on an endpoint with so many requests, 0.0 where nobody knows. `crowding` is
-    of endpoints that share their cores with others."""
+    of endpoints that share their cores with others. `tier_ratio_of` tells what loading from an endpoint's slower tier
+    takes for a second of computing, and is asked only where there is something to load."""
 
     prompt_tokens: int
     expected_output_tokens: int
@@ -133,10 +141,12 @@ class Work(Struct, frozen=True, gc=False):
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
     crowding: Mapping[str, Crowding] = {}
+    tier_ratio_of: TierRatioOf = usual_tier
 
 
 class CandidateCost(NamedTuple):
-    """One endpoint's cost, term by term, in seconds; tokens are what the terms were computed from."""
+    """One endpoint's cost, term by term, in seconds; tokens are what the terms were computed from.
+    `spared_s`: what computing would take that is loaded instead."""
 
     endpoint_id: str
     total_s: float
@@ -154,11 +164,13 @@ class CandidateCost(NamedTuple):
     queued_tokens: int
     num_active: int
     num_steps: float
+    tier_s: float = 0.0
+    spared_s: float = 0.0
 
     @property
     def first_token_s(self) -> float:
         """The predicted time to first token."""
-        return self.prefill_s + self.queue_s + self.steps_s + self.room_s
+        return self.prefill_s + self.tier_s + self.queue_s + self.steps_s + self.room_s
 
 
 def assumed_rates(views: Iterable[EndpointView]) -> Rates:
@@ -208,8 +220,10 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     context = context if context > reported else reported
 
     prefill_s = uncached * token_s * (1.0 + (matched + prompt) / (2 * ATTENTION_DOUBLING_TOKENS))
+    tier_s = spared_s = 0.0
     if match[2]:
-        prefill_s += SLOW_TIER_RATIO * _slow_tokens(view, match, matched) * token_s
+        spared_s = _slow_tokens(view, match, matched) * token_s
+        tier_s = work.tier_ratio_of(view.endpoint_id) * spared_s
     queue_s = queued * token_s
     steps_s = num_steps = 0.0
     if num_active:
@@ -237,11 +251,11 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     doubt_s = OTHERS_DOUBT_RATIO * view.others_ratio * output * step_s * work.stretch if view.others_ratio else 0.0
     price_s = min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0
     session_s = SESSION_BONUS_TOKENS * token_s if in_session else 0.0
-    total_s = prefill_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
+    total_s = prefill_s + tier_s + queue_s + steps_s + room_s + doubt_s + others_s + evict_s + price_s - session_s
     # As CandidateCost(...), in a sixth of the time.
     return _new_tuple(CandidateCost, (view.endpoint_id, total_s, prefill_s, queue_s, steps_s, room_s, doubt_s,
                                       others_s, evict_s, price_s, session_s, matched, uncached, queued, num_active,
-                                      num_steps))
+                                      num_steps, tier_s, spared_s))
 
 
 def least_costs(views: Sequence[EndpointView], matches: Mapping[str, Match], loads: Mapping[str, LoadView],

@@ -15,6 +15,7 @@ import numpy as np
 
 FIRST_BUCKETS = 256
 SPLIT_AT_ONCE = 1024
+AT_ONCE_MIN = 96   # below, one after the other is quicker
 
 
 class HashTable:
@@ -56,10 +57,19 @@ class HashTable:
 
     def insert_run(self, keys: Sequence[int], first: int) -> int:
         """insert() of `keys` as ids from `first` on, up to the first key that is there already; how many went in."""
+        num_inserted = len(keys)
+        if num_inserted < AT_ONCE_MIN or not self._insert_at_once(keys, first):
+            num_inserted = self._insert_in_turn(keys, first)
+        self.num_entries += num_inserted
+        while self.num_entries > len(self.heads):
+            self.make_room()
+        return num_inserted
+
+    def _insert_in_turn(self, keys: Sequence[int], first: int) -> int:
+        """Into the buckets, up to the first key that is there already; how many."""
         self.key_of[first:first + len(keys)] = array("Q", keys)
         heads, following, key_of = self.heads, self.following, self.key_of
         mask, high_mask, split = self.mask, self.high_mask, self.split
-        num_inserted = len(keys)
         for entry, key in enumerate(keys, first):
             slot = key & mask
             if slot < split:
@@ -71,13 +81,32 @@ class HashTable:
                     other = following[other]
                 if other:
                     following[entry] = 0
-                    num_inserted = entry - first
-                    break
+                    return entry - first
             heads[slot] = entry
-        self.num_entries += num_inserted
-        while self.num_entries > len(heads):
-            self.make_room()
-        return num_inserted
+        return len(keys)
+
+    def _insert_at_once(self, keys: Sequence[int], first: int) -> bool:
+        """Into the buckets, if none of `keys` is there and none comes twice; whether that is so. All are looked up
+        together: most of an insertion is waiting for memory."""
+        if len(set(keys)) < len(keys):
+            return False
+        given = np.frombuffer(array("Q", keys), np.uint64)
+        heads, following, key_of = self._views()
+        slots = given & np.uint64(self.mask)
+        slots = np.where(slots < self.split, given & np.uint64(self.high_mask), slots).astype(np.intp)
+        others = level = heads.take(slots)
+        while level.any():
+            if (key_of.take(level) == given).any():   # perhaps 0, which stands for none: the other way tells
+                return False
+            level = following.take(level)
+        ids = np.arange(first, first + len(keys), dtype=np.uint32)
+        key_of[first:first + len(keys)] = given
+        following[first:first + len(keys)] = others
+        heads[slots] = ids
+        for index in (heads.take(slots) != ids).nonzero()[0].tolist():   # another of them is in this bucket
+            following[first + index] = heads[slots[index]]
+            heads[slots[index]] = first + index
+        return True
 
     def delete(self, entry: int) -> None:
         """Take `entry` out of its bucket."""
@@ -101,9 +130,7 @@ class HashTable:
         first, high_mask = self.split, self.high_mask
         count = min(SPLIT_AT_ONCE, self.mask + 1 - first)
         self.heads.frombytes(bytes(4 * count))
-        # Views must not outlive this call: an array that is looked at cannot grow.
-        heads, following, key_of = (np.frombuffer(self.heads, np.uint32), np.frombuffer(self.following, np.uint32),
-                                    np.frombuffer(self.key_of, np.uint64))
+        heads, following, key_of = self._views()
         level = heads[first:first + count].copy()
         heads[first:first + count] = 0
         while (level := level[level.nonzero()]).size:
@@ -113,10 +140,14 @@ class HashTable:
             following[level] = heads.take(slots)
             heads[slots] = level
             level = deeper
-        del heads, following, key_of
         self.split += count
         if self.split > self.mask:
             self.mask, self.high_mask, self.split = high_mask, 2 * high_mask + 1, 0
+
+    def _views(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the three columns. They must not outlive a call: an array that is looked at cannot grow."""
+        return (np.frombuffer(self.heads, np.uint32), np.frombuffer(self.following, np.uint32),
+                np.frombuffer(self.key_of, np.uint64))
 
     def add_rows(self, count: int) -> None:
         """Room for ids up to `count` more."""

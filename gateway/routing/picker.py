@@ -25,12 +25,14 @@ from gateway.routing.cost import (
     CandidateCost,
     Rates,
     StreamsOf,
+    TierRatioOf,
     Work,
     assumed_rates,
     candidate_cost,
     least_costs,
     nobody,
     unseen,
+    usual_tier,
 )
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
@@ -57,8 +59,8 @@ class PickInput(Struct, frozen=True, gc=False):
     failed this request already. `context_tokens` is the longest prompt with what is to be generated (0: not known);
     endpoints whose context is too short for it are passed over, unless all are: then the longest says so.
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
-    `streams_of`, `lengths`, `chain`, `busy_step_of` and `crowding` are for cost.Work. `standings` changes nothing but
-    the time that it takes: what is remembered of the endpoints, for the next decision too.
+    `streams_of`, `lengths`, `chain`, `busy_step_of`, `crowding` and `tier_ratio_of` are for cost.Work. `standings`
+    changes nothing but the time that it takes: what is remembered of the endpoints, for the next decision too.
     """
 
     endpoints: Sequence[EndpointView]
@@ -80,12 +82,14 @@ class PickInput(Struct, frozen=True, gc=False):
     chain: Sequence[int] = ()
     busy_step_of: BusyStepOf = unseen
     crowding: Mapping[str, Crowding] = {}
+    tier_ratio_of: TierRatioOf = usual_tier
     standings: Standings | None = None
 
     def work(self) -> Work:
         """What the request needs."""
         return Work(self.prompt_tokens, self.expected_output_tokens, self.now, self.shared_ratio, self.stretch,
-                    self.streams_of, self.lengths, self.chain, self.busy_step_of, self.crowding)
+                    self.streams_of, self.lengths, self.chain, self.busy_step_of, self.crowding,
+                    self.tier_ratio_of)
 
 
 class RoutingDecision(Struct, gc=False):

@@ -161,7 +161,7 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
             reach = bound
         rows.append((total_s, uncached, view, (
             endpoint_id, total_s, prefill_s, queue_s, steps_s, 0.0, 0.0, others_s, evict_s, price_s, 0.0, matched,
-            uncached, queued, num_active, num_steps)))
+            uncached, queued, num_active, num_steps, 0.0, 0.0)))
     if not rows:
         return None
     if len(rows) > 1:

@@ -72,6 +72,8 @@ class _Line(Line):
 class Visit:
     """One request from its arrival to its end."""
 
+    __slots__ = ("_admission", "_line", "_meter", "_record", "_tenant", "deadline_at")
+
     def __init__(self, admission: Admission, tenant: Tenant, meter: Meter, record: RequestRecord) -> None:
         self._admission = admission
         self._tenant = tenant

@@ -48,16 +48,9 @@ class Arrivals:
         self._by_path = {routes.root_path + path: route for path, route in by_path.items()}
         self._max_body_bytes = max_body_bytes
         self._heads: KnownHeads[HeadFacts] = KnownHeads()
+        self.cut = self._heads.cut
+        self.is_closing = routes.is_closing  # whether connections should end with their next answer
         self._keys = access.directory
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether connections should end with their next answer."""
-        return self._routes.is_closing()
-
-    def cut(self, data: bytes) -> Cut | None:
-        """See KnownHeads."""
-        return self._heads.cut(data)
 
     def known(self, cut: Cut) -> HeadFacts | None:
         """What this head says, if it is known and still holds, and its body may be as long as it says."""

@@ -120,7 +120,7 @@ class Dispatcher:
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
             chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads),
-            standings=self._standings)
+            tier_ratio_of=learning.tier_ratio, standings=self._standings)
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -236,6 +236,8 @@ class Dispatcher:
 class Choosing:
     """One request's walk from worker to worker: the `choose` of relay.retry.answer_from_any."""
 
+    __slots__ = ("_address", "_dispatcher", "_prompt", "_record", "_suspect")
+
     def __init__(self, dispatcher: Dispatcher, prompt: RoutedPrompt, record: RequestRecord, *,
                  address: Callable[[Endpoint], UpstreamRequest], suspect: Callable[[str], None]) -> None:
         self._dispatcher = dispatcher
@@ -275,7 +277,7 @@ class Choosing:
         """This one answers."""
         record, decision, endpoint = self._record, placement.decision, placement.endpoint
         knowledge, report = endpoint.knowledge, endpoint.report
-        record.worker_id, record.reason, record.knowledge = decision.endpoint_id, decision.reason, knowledge.value
+        record.worker_id, record.reason, record.knowledge = decision.endpoint_id, decision.reason, knowledge
         rates = (0.0, 0.0) if report is None else (report.rates.prefill_tokens_per_s, report.rates.decode_step_s)
         self._dispatcher.learning.placed(record, decision, self._prompt.session, reported=rates)
         record.matched_tokens = decision.matched_tokens

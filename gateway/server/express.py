@@ -35,7 +35,7 @@ from gateway.server.reading import Given, Intake, Plan, Reading
 from gateway.server.replies import learn_from_stream
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, routing_headers
+from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, tell_routing
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 
@@ -166,7 +166,7 @@ class Passenger:
     """
 
     __slots__ = ("_answer", "_body", "_client", "_express", "_given", "_plan", "data", "exchange", "facts",
-                 "headers", "intake", "placement", "record", "stream", "visit")
+                 "intake", "placement", "record", "stream", "visit")
 
     def __init__(self, express: Express, client: Client, facts: HeadFacts, record: RequestRecord, *, body: bytes,
                  data: bytes) -> None:
@@ -176,7 +176,6 @@ class Passenger:
         self.facts = facts
         self.data = data
         self.record = record
-        self.headers: dict[str, str] = {REQUEST_ID_HEADER: record.request_id, **facts.headers}
         self.visit: Visit | None = None
         self.intake: Intake | None = None
         self.placement: Placement | None = None
@@ -185,6 +184,11 @@ class Passenger:
         self._given: Given | None = None
         self._plan: Plan | None = None
         self._answer = b""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of its answer, whatever that is."""
+        return {REQUEST_ID_HEADER: self.record.request_id, **self.facts.headers}
 
     # ---- on the way to a worker ----------------------------------------------------------------------------------
 
@@ -256,9 +260,8 @@ class Passenger:
         assert placement is not None, "sent without a placement"
 
         def begin(data: bytes) -> ChunkSender | None:
-            headers = {**STREAM_HEADERS, "Content-Type": exchange.headers["content-type"], **self.headers}
-            if self._express.config.expose_routing:
-                headers |= routing_headers(placement)
+            headers = self._headers_of_answer(exchange, placement)
+            headers.update(STREAM_HEADERS)
             return self._client.begin_stream(headers, data)
 
         if self._express.takes_streams:
@@ -301,11 +304,15 @@ class Passenger:
             body = answer_ended(record, placement, exchange, self._answer, is_complete=True, learn=intake.learn)
         except AttemptFailed:
             return False
-        headers = {"Content-Type": exchange.headers.get("content-type", JSON_TYPE), **self.headers}
-        if self._express.config.expose_routing:
-            headers |= routing_headers(placement)
-        self._client.answer(200, headers, body)
+        self._client.answer(200, self._headers_of_answer(exchange, placement), body)
         return True
+
+    def _headers_of_answer(self, exchange: Exchange, placement: Placement) -> dict[str, str]:
+        headers = self.headers
+        headers["Content-Type"] = exchange.headers.get("content-type", JSON_TYPE)
+        if self._express.config.expose_routing:
+            tell_routing(headers, placement)
+        return headers
 
     def end(self) -> bool:
         """What it held is given back, and accounted for."""

@@ -94,16 +94,16 @@ class ExpressConnection(GuardedConnection):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        closes = self._arrivals.is_closing
-        transport.write(whole_head(status, [*headers.items()], len(body), "close" if closes else None) + body)
+        closes = self._arrivals.is_closing()
+        transport.write(whole_head(status, headers.items(), len(body), "close" if closes else None) + body)
         self._answered(transport, closes=closes)
 
     def begin_stream(self, headers: Mapping[str, str], data: bytes) -> ChunkSender | None:
         """See Client."""
         transport = self.transport
-        if transport is None or transport.is_closing() or self.writing_paused or self._arrivals.is_closing:
+        if transport is None or transport.is_closing() or self.writing_paused or self._arrivals.is_closing():
             return None
-        transport.write(stream_beginning([*headers.items()], data))
+        transport.write(stream_beginning(headers.items(), data))
         return ChunkSender(self, CHUNKED_EVENTS, data)
 
     def end_stream(self, data: bytes) -> None:
@@ -114,7 +114,7 @@ class ExpressConnection(GuardedConnection):
         transport = self.transport
         if transport is not None and not transport.is_closing():
             transport.write(data + LAST_CHUNK)
-            self._answered(transport, closes=self._arrivals.is_closing)
+            self._answered(transport, closes=self._arrivals.is_closing())
 
     def _answered(self, transport: asyncio.Transport, *, closes: bool) -> None:
         self._next_keepalive_close_time = self._loop.time() + KEEPALIVE_TIMEOUT_S
@@ -151,7 +151,7 @@ class ExpressConnection(GuardedConnection):
         return (self._num_finished == self._request_count and not self._messages
                 and transport is not None and not transport.is_closing()
                 and not transport.get_write_buffer_size() and not self._close and not self._force_close
-                and not self._arrivals.is_closing)
+                and not self._arrivals.is_closing())
 
     def _collect(self, data: bytes) -> None:
         self._collected.append(data)

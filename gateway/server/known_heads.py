@@ -7,7 +7,6 @@ itself, which holds a key, or know one with two lengths, none, or a coding of it
 
 from __future__ import annotations
 
-import re
 import secrets
 from hashlib import blake2b
 from typing import Generic, NamedTuple, TypeVar
@@ -15,7 +14,9 @@ from typing import Generic, NamedTuple, TypeVar
 HEADS_MAX = 2048
 HEAD_MAX_BYTES = 4096
 # What other writings of it there are goes the usual way.
-_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([1-9][0-9]{0,8})\r\n")
+_LENGTHS = (b"\r\nContent-Length: ", b"\r\ncontent-length: ", b"\r\nContent-length: ")
+LENGTH_DIGITS_MAX = 9
+_ZERO = ord("0")
 _END = b"\r\n\r\n"
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class KnownHeads(Generic[T]):
     """At most HEADS_MAX, in two generations: the old one goes when the young one has half of the room."""
 
     def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
+        self._keyed = blake2b(key=secrets.token_bytes(32), digest_size=32)
         self._young: dict[tuple[int, bytes], T] = {}
         self._old: dict[tuple[int, bytes], T] = {}
 
@@ -45,13 +46,18 @@ class KnownHeads(Generic[T]):
         end = data.find(_END)
         if not 0 <= end <= HEAD_MAX_BYTES:
             return None
-        found = _LENGTH.search(data, 0, end + 2)
-        if found is None:
+        for name in _LENGTHS:
+            if (at := data.find(name, 0, end)) >= 0:
+                break
+        start = at + len(name)
+        stop = data.find(b"\r\n", start, end + 2)
+        length = data[start:stop]
+        if at < 0 or not length.isdigit() or length[0] == _ZERO or len(length) > LENGTH_DIGITS_MAX:
             return None
-        start, stop = found.span(1)
         # The place of the length belongs to the key: bytes around another place are another head.
-        digest = blake2b(data[:start] + data[stop:end], key=self._secret, digest_size=32).digest()
-        return Cut(end + len(_END), int(found[1]), (start, digest))
+        digest = self._keyed.copy()
+        digest.update(data[:start] + data[stop:end])
+        return Cut(end + len(_END), int(length), (start, digest.digest()))
 
     def get(self, cut: Cut) -> T | None:
         """What this head says, if it is known."""

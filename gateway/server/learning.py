@@ -1,6 +1,6 @@
 """What routing learns from requests: how long answers are, how fast workers are, who served a session, what is hot.
 
-Owns the four memories; this is the shell that feeds the pure estimators with instants. Must never: decide.
+Owns the memories of these; this is the shell that feeds the pure estimators with instants. Must never: decide.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import RoutingDecision
 from gateway.routing.rate_estimator import RateEstimator, Stretch, batch_bucket, length_bucket, settled
 from gateway.routing.session_affinity import SessionAffinity
+from gateway.routing.tier_ratios import TierRatios
 from gateway.server.request_record import RequestRecord
 
 
@@ -29,6 +30,7 @@ class Learning:
         self.stretch = Stretch()
         self.busy_steps = BusySteps()
         self._rates = RateEstimator()
+        self._tiers = TierRatios()
         self._sessions = SessionAffinity()
         self._epochs: dict[str, str] = {}
         self._reported: dict[str, tuple[float, float]] = {}
@@ -37,6 +39,10 @@ class Learning:
     def endpoint_of(self, session: str | None) -> str | None:
         """Who served this session last."""
         return self._sessions.endpoint_of(session, now=time.monotonic()) if session is not None else None
+
+    def tier_ratio(self, endpoint_id: str) -> float:
+        """What loading from its slower tier takes there for a second of computing."""
+        return self._tiers.ratio(endpoint_id, now=time.monotonic())
 
     def with_rates(self, views: list[EndpointView], prompt_tokens: int) -> list[EndpointView]:
         """The views with the rates to reckon with: one of a length for all, so that more cache never costs more.
@@ -64,6 +70,7 @@ class Learning:
             self._epochs[endpoint_id] = decision.epoch
             self._rates.forget(endpoint_id)
             self.busy_steps.forget(endpoint_id)
+            self._tiers.forget(endpoint_id)
             self._odd.pop(endpoint_id, None)
         self._reported[endpoint_id] = reported
         record.placed_at, record.expected = now, decision.cost
@@ -81,7 +88,10 @@ class Learning:
         expected, first_token_s = record.expected, record.first_token_s
         if expected is None or first_token_s is None or record.worker_id != expected.endpoint_id:
             return
-        if not expected.room_s:   # waiting for memory says nothing about speed
+        if expected.spared_s:
+            if record.cached_tokens is not None and record.cached_tokens >= expected.matched_tokens:
+                self._tiers.saw(expected, first_token_s, now=time.monotonic())
+        elif not expected.room_s:   # waiting for memory says nothing about speed
             self._saw_prefill(expected.endpoint_id, expected.uncached_tokens + expected.queued_tokens,
                               first_token_s - expected.steps_s)
         if record.inter_token_s is not None:

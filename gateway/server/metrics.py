@@ -26,7 +26,7 @@ from gateway.routing.endpoint import Knowledge
 from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.server.request_record import RequestRecord
-from gateway.server.tally import Buckets, Tally
+from gateway.server.tally import Buckets, Sum, Tally
 
 T = TypeVar("T")
 OTHER = "other"
@@ -78,7 +78,8 @@ class GatewayMetrics:
                           self._prompt_tokens, self._cached_tokens, self._hit_error, self._ttft_error,
                           self._decisions, self._session_cached, self._session_cacheable):
             registry.register(collector)
-        self._session_sums = [0, 0]
+        self._series_of: dict[tuple[str, str, int, str | None, str | None], list[Sum]] = {}  # bounded as those are
+        self._tokens_of: dict[str, tuple[Sum, Sum, Sum]] = {}
         Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
               registry=registry).set_function(self._session_hit_ratio)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
@@ -166,19 +167,27 @@ class GatewayMetrics:
     def observe(self, record: RequestRecord, duration_s: float) -> None:
         """Count one finished request."""
         model = self.model_label(record.model)
-        self._requests.add((record.route, model, str(record.status)))
+        kind = (record.route, model, record.status, record.worker_id, record.reason)
+        for series in self._series_of.get(kind) or self._count_as(kind):
+            series[0] += 1.0
         self._duration.observe(duration_s)
         self._overhead.observe_each(record.stages)
         for reason in record.retries:
             self._retries.labels(reason).inc()
-        if record.worker_id is not None and record.reason is not None:
-            self._decisions.add((record.worker_id, record.reason))
         if record.outcome == "client_left":
             self._disconnects.inc()
         if record.error is not None and (record.worker_id is None or record.status == 429):
             self._rejected.labels(record.rejected or record.error).inc()
         if record.ttft_s is not None and record.admitted:
             self._observe_answer(record, model, record.ttft_s)
+
+    def _count_as(self, kind: tuple[str, str, int, str | None, str | None]) -> list[Sum]:
+        """The series in which such requests are counted, each once."""
+        route, model, status, worker_id, reason = kind
+        series = self._series_of[kind] = [self._requests.sum_of((route, model, str(status)))]
+        if worker_id is not None and reason is not None:
+            series.append(self._decisions.sum_of((worker_id, reason)))
+        return series
 
     def _observe_answer(self, record: RequestRecord, model: str, ttft_s: float) -> None:
         if record.status == 200:
@@ -190,21 +199,25 @@ class GatewayMetrics:
             self._broken_streams.labels(record.error or OTHER).inc()
         if record.inter_token_s is not None:
             self._inter_token.observe(record.inter_token_s)
-        self._prompt_tokens.add((model,), record.prompt_tokens or 0)
-        self._cached_tokens.add((model, "predicted"), record.matched_tokens or 0)
-        self._cached_tokens.add((model, "reported"), record.cached_tokens or 0)
+        prompt, predicted, reported = self._tokens_of.get(model) or self._count_tokens_of(model)
+        prompt[0] += record.prompt_tokens or 0
+        predicted[0] += record.matched_tokens or 0
+        reported[0] += record.cached_tokens or 0
         if record.cacheable_tokens and record.cached_tokens is not None:
-            found = min(record.cached_tokens, record.cacheable_tokens)
-            self._session_sums[0] += found
-            self._session_sums[1] += record.cacheable_tokens
-            self._session_cached.add((), found)
-            self._session_cacheable.add((), record.cacheable_tokens)
+            self._session_cached.sum_of(())[0] += min(record.cached_tokens, record.cacheable_tokens)
+            self._session_cacheable.sum_of(())[0] += record.cacheable_tokens
         error = record.hit_error_tokens()
         if error is not None and error != 0:
             self._hit_error.observe(abs(error), ("over" if error > 0 else "under",))
 
+    def _count_tokens_of(self, model: str) -> tuple[Sum, Sum, Sum]:
+        self._tokens_of[model] = sums = (self._prompt_tokens.sum_of((model,)),
+                                         self._cached_tokens.sum_of((model, "predicted")),
+                                         self._cached_tokens.sum_of((model, "reported")))
+        return sums
+
     def _session_hit_ratio(self) -> float:
-        cached, cacheable = self._session_sums
+        (cached,), (cacheable,) = self._session_cached.sum_of(()), self._session_cacheable.sum_of(())
         return cached / cacheable if cacheable else math.nan
 
     def model_label(self, model: str | None) -> str:
@@ -215,6 +228,7 @@ class GatewayMetrics:
         """Drop the series of a worker that was removed."""
         self.before_read()  # or what it answered would be counted after
         self._decisions.forget("worker", worker_id)
+        self._series_of.clear()
 
 
 def _nothing() -> None:

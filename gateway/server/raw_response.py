@@ -8,7 +8,7 @@ that is slow or gone) is asked, not remembered.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -80,21 +80,23 @@ class WholeResponse(_PastAiohttp):
             connection = "close"
         elif request.version < HttpVersion11:
             connection = "keep-alive"
-        return whole_head(self.status, [*self.headers.items()], len(self._whole_body), connection)
+        return whole_head(self.status, self.headers.items(), len(self._whole_body), connection)
 
 
-def whole_head(status: int, headers: list[tuple[str, str]], num_body_bytes: int, connection: str | None) -> bytes:
+def whole_head(status: int, headers: Collection[tuple[str, str]], num_body_bytes: int,
+               connection: str | None) -> bytes:
     """The head of an answer whose body is known; `connection` where it is not what the version implies."""
-    lines = [*headers, ("Content-Length", str(num_body_bytes)), ("Date", _date())]
+    start = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} "
+    beginning = f"{start}\r\nContent-Length: {num_body_bytes}\r\nDate: {_date()}"
     if connection is not None:
-        lines.append(("Connection", connection))
-    return head_bytes(_STATUS_LINES.get(status, f"HTTP/1.1 {status} "), lines)
+        beginning = f"{beginning}\r\nConnection: {connection}"
+    return head_bytes(beginning, headers)
 
 
-def stream_beginning(headers: list[tuple[str, str]], data: bytes) -> bytes:
+def stream_beginning(headers: Collection[tuple[str, str]], data: bytes) -> bytes:
     """The head of a stream and its first chunk."""
-    lines = [*headers, (hdrs.TRANSFER_ENCODING, "chunked"), ("Date", _date())]
-    return head_bytes(_STATUS_LINES[200], lines) + b"%x\r\n%b\r\n" % (len(data), data)
+    beginning = f"{_STATUS_LINES[200]}\r\nTransfer-Encoding: chunked\r\nDate: {_date()}"
+    return head_bytes(beginning, headers) + b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class UnmeasuredResponse(web.StreamResponse):

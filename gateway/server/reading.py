@@ -145,6 +145,7 @@ class Reading:
         tenant.check_model(parsed.model)
         body, parsed = _with_priority(body, parsed, tenant)
         reference, service = self.reference(parsed.model, tenant), self._table.service(parsed.model)
+        base = service if reference.model == parsed.model else self._table.service(reference.model)
         if given.visit is not None:
             given.visit.refuse_early(reference.model, parsed.priority, len(body))
         schemes = () if parsed.is_uncached else service.schemes
@@ -154,7 +155,7 @@ class Reading:
             salt_of=lambda prompts: self._access.salt(
                 tenant, parsed.cache_salt, reference.renderer, prompts).beside(service.adapter_keys),
             scope=tenant.text_scope if parsed.cache_salt is None else tenant.text_scope + parsed.cache_salt,
-            limit=_limit(self._table.service(reference.model), reference, given.route),
+            limit=_limit(base, reference, given.route),
             replies=None if owner is None else self.replies.of(owner))
         return Plan(body, parsed, way, reference, owner, task)
 

@@ -117,7 +117,7 @@ class Remembering:
         """Whose replies may spell this prompt, and who learns its answer; None: nobody's."""
         if not (self._is_on and schemes and isinstance(request, ChatRequest)):
             return None
-        if any(scheme.exactness == STRICT for scheme in schemes):
+        if STRICT in [scheme.exactness for scheme in schemes]:
             return None
         return f"{request.model}\n{tenant.tenant_id}\n{request.cache_salt or ''}"
 

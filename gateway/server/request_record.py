@@ -113,7 +113,8 @@ class RequestRecord(Struct):
 
     def log_fields(self, duration_s: float) -> dict[str, object]:
         """The request's log line, without what does not apply."""
-        fields: dict[str, object] = {
+        ttft_s, inter_token_s = self.ttft_s, self.inter_token_s
+        every = {
             "request_id": self.request_id, "route": self.route, "client": self.client, "tenant": self.tenant,
             "model": self.model, "stream": self.stream, "status": self.status, "outcome": self.outcome,
             "error": self.error, "worker": self.worker_id,
@@ -122,13 +123,18 @@ class RequestRecord(Struct):
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens, "retries": self.retries or None,
             "moved_to": self.moved_to or None,
-            "queued_ms": round(self.queued_s * 1000, 3) if self.queued_s else None,
+            "queued_ms": _ms(self.queued_s) if self.queued_s else None,
             "rejected": self.rejected if self.status == 429 else None,
-            "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1000, 3),
-            "inter_token_ms": None if self.inter_token_s is None else round(self.inter_token_s * 1000, 3),
-            "duration_ms": round(duration_s * 1000, 3),
+            "ttft_ms": None if ttft_s is None else _ms(ttft_s),
+            "inter_token_ms": None if inter_token_s is None else _ms(inter_token_s),
+            "duration_ms": _ms(duration_s),
         }
-        fields = {name: value for name, value in fields.items() if value is not None}
+        fields: dict[str, object] = {name: value for name, value in every.items() if value is not None}
         for stage, seconds in self.stages.items():
-            fields[_STAGE_FIELDS[stage]] = round(seconds * 1000, 3)
+            fields[_STAGE_FIELDS[stage]] = _ms(seconds)
         return fields
+
+
+def _ms(seconds: float) -> float:
+    """To the microsecond; round() of a float would take five times as long."""
+    return int(seconds * 1e6 + 0.5) / 1000

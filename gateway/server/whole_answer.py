@@ -47,9 +47,10 @@ def answer_ended(record: RequestRecord, placement: Placement, response: Upstream
     return body
 
 
-def routing_headers(placement: Placement) -> dict[str, str]:
-    """Where the request went, and why."""
-    return {WORKER_HEADER: placement.endpoint_id, MATCHED_TOKENS_HEADER: str(placement.decision.matched_tokens)}
+def tell_routing(headers: dict[str, str], placement: Placement) -> None:
+    """In the answer's headers: where the request went, and why."""
+    headers[WORKER_HEADER] = placement.endpoint_id
+    headers[MATCHED_TOKENS_HEADER] = str(placement.decision.matched_tokens)
 
 
 def _learned(headers: Mapping[str, str], body: bytes, learn: Learn | None) -> bytes:

@@ -5,8 +5,9 @@
 A FOLDER holds a model's tokenizer.json. Every arm encodes the same texts in turn, round by round, each round
 beginning with the next arm, and every id is compared with `tokenizers.encode`. Figures are CPU time of the whole
 process, since batch calls use threads of their own: the fastest round, and the median. A first sight is a text with a
-new first line; a warm one ends in about 400 new tokens. The arms drive each other's tables out of the CPU's caches:
-one arm alone in a loop is up to twice as fast, so compare within a run.
+new first line; a warm one ends in about 400 new tokens behind a special token and has the rest in common with others.
+The arms drive each other's tables out of the CPU's caches: one arm alone in a loop is up to twice as fast, so compare
+within a run.
 """
 
 from __future__ import annotations
@@ -70,18 +71,26 @@ def tokenize_figures(folder: Path, text: str) -> Iterator[Figure]:
         encoding = fast.encoding
         arms["tiktoken.encode_ordinary"] = lambda prompt: encoding.encode_ordinary(prompt)
     for num_tokens in PROMPT_TOKENS:
-        yield from _figures(folder.name, arms, text, num_tokens)
+        seen = text[:(num_tokens - NEW_TOKENS) * CHARS_PER_TOKEN] + _border(tokenizer)
+        yield from _figures(folder.name, arms, text, seen=seen)
 
 
-def _figures(model: str, arms: dict[str, Arm], text: str, num_tokens: int) -> Iterator[Figure]:
-    length, new = num_tokens * CHARS_PER_TOKEN, NEW_TOKENS * CHARS_PER_TOKEN
+def _border(tokenizer: Tokenizer) -> str:
+    """A special token, as stands between messages; none where the tokenizer has none."""
+    specials = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+    return next(specials, "")
+
+
+def _figures(model: str, arms: dict[str, Arm], text: str, *, seen: str) -> Iterator[Figure]:
+    new = NEW_TOKENS * CHARS_PER_TOKEN
+    length = len(seen) + new
     assert len(text) > 2 * length, "the text is too short"
     times: dict[str, list[float]] = {name: [] for name in arms}
     count = 0
     for round_index in range(ROUNDS):
-        cold = f"Request {num_tokens}.{round_index}\n{text[:length]}"
+        cold = f"Request {length}.{round_index}\n{text[:length]}"
         at = length + (round_index * 131) % (len(text) - length - new)
-        warm = text[:length - new] + text[at:at + new]
+        warm = seen + text[at:at + new]
         wanted = {prompt: arms["tokenizers.encode"](prompt) for prompt in (cold, warm)}
         names = list(arms)[round_index % len(arms):] + list(arms)[:round_index % len(arms)]
         for name in names:

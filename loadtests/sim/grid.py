@@ -68,7 +68,8 @@ def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[s
 
 def _mean_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means over seeds; requests and failures are sums."""
-    first = PolicyResult(**results[0]).as_dict()
-    sums = {key: sum(result[key] for result in results) for key, value in first.items() if not isinstance(value, str)}
+    rows: list[dict[str, Any]] = [PolicyResult(**result).as_dict() for result in results]
+    first = rows[0]
+    sums = {key: sum(row[key] for row in rows) for key, value in first.items() if not isinstance(value, str)}
     return {key: value if isinstance(value, str) else sums[key] if key in ("requests", "failed", "preemptions")
             else sums[key] / len(results) for key, value in first.items()}

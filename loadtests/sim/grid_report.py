@@ -32,7 +32,7 @@ def as_table(report: dict[str, Any]) -> str:
     lines = [f"{report['model']}, commit {report['commit']}. TTFT in seconds; ratio: ours over the baseline best "
              "there, geometric mean over seeds, with 95 % interval; below 1 is better.", "",
              "| cell: workload, workers, load/capacity | p50 | p99 | p50 ratio | p99 ratio | mean ratio | hits of "
-             "one cache | max/mean |", "|---|---|---|---|---|---|---|---|"]
+             "one cache | max/mean: positions, time |", "|---|---|---|---|---|---|---|---|"]
     lines += [_line(cell) for cell in report["cells"]]
     return "\n".join([*lines, "", *summary(report)])
 
@@ -70,7 +70,11 @@ def _line(cell: dict[str, Any]) -> str:
     ratios = [_ratio(cell["verdicts"].get(key)) for key in JUDGED]
     hits = f"{ours['hit_token_ratio'] / best:.0%}" if best else "-"
     return " | ".join([f"| {name_of(cell)}", f"{ours['ttft_p50_s']:.3f}", f"{ours['ttft_p99_s']:.3f}", *ratios, hits,
-                       f"{ours['max_mean_load']:.2f} |"])
+                       f"{ours['max_mean_load']:.2f}, {_time(ours)} |"])
+
+
+def _time(ours: dict[str, Any]) -> str:
+    return f"{ours['max_mean_busy']:.2f}" if ours["max_mean_busy"] else "-"
 
 
 def _ratio(verdict: dict[str, Any] | None) -> str:

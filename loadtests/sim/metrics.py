@@ -7,6 +7,7 @@ all workers together. It must never run anything.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from loadtests.sim.cluster import Cluster
@@ -19,7 +20,8 @@ REFERENCE_STREAMS = 32   # that share a decode step, when saturation is computed
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
     """Seconds, tokens and ratios of one policy. `max_mean_load`: positions computed by the busiest worker against
-    the mean; `max_mean_requests` the same by requests. `failed` requests fit no worker and count nowhere else."""
+    the mean; `max_mean_requests` the same by requests, `max_mean_busy` by seconds in which a worker computed.
+    `failed` requests fit no worker and count nowhere else."""
 
     policy: str
     ttft_mean_s: float
@@ -40,6 +42,7 @@ class PolicyResult:
     preemptions: int
     busy_ratio: float
     span_s: float
+    max_mean_busy: float = 0.0  # of runs that were kept before it was counted
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -62,8 +65,10 @@ def result_of(cluster: Cluster, policy: str, bounds: CacheBounds) -> PolicyResul
     prompt = sum(request.prompt_tokens for request in done)
     workers, retired = cluster.workers, cluster.retired
     computed = {worker.worker_id: worker.scheduler.counters.computed_positions for worker in workers}
+    busy_s = {worker.worker_id: worker.busy_s for worker in workers}
     for worker in retired:
         computed[worker.worker_id] += worker.scheduler.counters.computed_positions
+        busy_s[worker.worker_id] += worker.busy_s
     counted = {worker.worker_id: 0 for worker in workers}
     for request in done:
         counted[request.worker_id] += 1
@@ -77,8 +82,9 @@ def result_of(cluster: Cluster, policy: str, bounds: CacheBounds) -> PolicyResul
         requests=len(done), failed=len(cluster.requests) - len(done),
         one_cache_hit_token_ratio=bounds.one_cache_ratio, request_mean_s=_mean(whole),
         request_p99_s=quantile(whole, 0.99), max_mean_requests=_max_mean(list(counted.values())),
+        max_mean_busy=_max_mean(list(busy_s.values())),
         preemptions=sum(worker.scheduler.counters.preemptions for worker in workers + retired),
-        busy_ratio=sum(worker.busy_s for worker in workers + retired) / max(1e-9, span_s) / len(workers),
+        busy_ratio=sum(busy_s.values()) / max(1e-9, span_s) / len(workers),
         span_s=span_s)
 
 
@@ -131,5 +137,5 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _max_mean(values: list[int]) -> float:
+def _max_mean(values: Sequence[float]) -> float:
     return max(values) * len(values) / sum(values) if sum(values) else 1.0

@@ -14,6 +14,7 @@ import orjson
 COLUMNS = (("policy", "policy", 16, "s"), ("ttft p50", "ttft_p50_s", 9, ".3f"), ("p90", "ttft_p90_s", 9, ".3f"),
            ("p99", "ttft_p99_s", 9, ".3f"), ("mean", "ttft_mean_s", 9, ".3f"), ("hit", "hit_token_ratio", 6, ".1%"),
            ("of one cache", "", 12, ".1%"), ("max/mean", "max_mean_load", 8, ".2f"),
+           ("by time", "max_mean_busy", 7, ".2f"),
            ("request", "request_mean_s", 9, ".2f"), ("busy", "busy_ratio", 5, ".0%"))
 
 

@@ -118,8 +118,8 @@ def test_no_cost_is_below_the_least(view: EndpointView, match: Match, load: Load
 
 
 def terms(cost: CandidateCost) -> tuple[float, ...]:
-    return (cost.prefill_s, cost.queue_s, cost.steps_s, cost.room_s, cost.doubt_s, cost.others_s, cost.evict_s,
-            cost.price_s, -cost.session_s)
+    return (cost.prefill_s, cost.tier_s, cost.queue_s, cost.steps_s, cost.room_s, cost.doubt_s, cost.others_s,
+            cost.evict_s, cost.price_s, -cost.session_s)
 
 
 @settings(max_examples=80, deadline=None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from hypothesis import example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from gateway.relay.response_parser import ResponseHead, ResponseParser
@@ -91,3 +92,28 @@ def test_good_or_bad_the_cuts_do_not_matter(fragments: list[bytes], at: list[int
 def test_garbage_is_a_failure_however_it_comes(data: bytes, at: list[int]) -> None:
     found = outcome(cut(data, at))
     assert found == Outcome(None, b"", is_complete=False, failed=True, is_reusable=False)
+
+
+# RFC 9112 and 9110 in one expression, which a parser should not run on every answer.
+_LINE = rb"\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*"
+_HEAD = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?((?:%b)*)" % _LINE)
+PARTS = st.sampled_from([b"x", b"A-b", b":", b": ", b"\r\n", b"\r", b"\n", b" ", b"\t", b"\x00", b"\x7f", b"\xe4",
+                         b"(", b"a: b", b"\r\na:b", b"\r\nA: c", b"\r\nb : c"])
+
+
+@settings(max_examples=400)
+@given(st.lists(PARTS, max_size=8).map(b"".join))
+def test_a_head_is_what_the_grammar_says(rest: bytes) -> None:
+    raw = b"HTTP/1.1 200" + rest
+    assume((raw + b"\r\n\r\n").find(b"\r\n\r\n") == len(raw))
+    parser = ResponseParser()
+    parser.feed(raw + b"\r\n\r\n")
+    matched = _HEAD.fullmatch(raw)
+    assert (parser.head is not None) == (matched is not None)
+    if parser.head is not None and matched is not None:
+        lines = [line.decode("latin-1").partition(":") for line in matched[2].split(b"\r\n")[1:]]
+        expected: dict[str, str] = {}
+        for name, _, value in lines:
+            value = value.strip(" \t")
+            expected[name.lower()] = f"{expected[name.lower()]}, {value}" if name.lower() in expected else value
+        assert parser.head == ResponseHead(200, expected)

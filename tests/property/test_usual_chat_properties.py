@@ -13,7 +13,7 @@ from worker.prompt.usual_chat import REMEMBERED, REST_MAX_BYTES, parse_usual_cha
 from worker.protocol.api_error import ApiError
 
 CONTENTS = ['"hi"', '"h\u00e9 \U0001f600"', '"\\u00e9\\n\\"{["', '"\\ud800"', "null", "7", "[]",
-            '[{"type":"text","text":"a"}]']
+            '[{"type":"text","text":"a"}]', f'"{"[{" * 40}"', f'{"[" * 70}{"]" * 70}']
 ROLES = ['"user"', '"system"', '"nobody"', "[]", "null"]
 MESSAGES = st.lists(st.builds(lambda role, content: f'{{"role":{role},"content":{content}}}', st.sampled_from(ROLES),
                               st.sampled_from(CONTENTS)), max_size=3).map(lambda every: f"[{','.join(every)}]")
@@ -68,10 +68,10 @@ def test_what_is_remembered_is_bounded_and_nothing_that_may_change_is_shared() -
     assert not usual_chat._said
 
 
-@pytest.mark.parametrize("text", ["plain", "h\u00e9", "\U0001f600"])
+@pytest.mark.parametrize("text", ["plain", "h\u00e9", "\U0001f600", "code[{" * 40])
 def test_the_next_of_its_kind_is_known(text: str) -> None:
     usual_chat._said.clear()
-    parse_usual_chat(body_of("first", seed=5))
+    parse_usual_chat(body_of(text.upper(), seed=5))
     known = dict(usual_chat._said)
     request = parse_usual_chat(body_of(text, seed=5))
     assert usual_chat._said == known

@@ -6,8 +6,10 @@ import time
 
 import pytest
 
+from gateway.routing.cost import SLOW_TIER_RATIO
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.picker import PickInput, RoutingDecision, pick
+from gateway.routing.prefix_index import Match
 from gateway.server.learning import Learning
 from gateway.server.request_record import RequestRecord
 
@@ -88,3 +90,29 @@ def test_what_is_no_streams_first_token_teaches_nothing() -> None:
         record.ttft_s = time.monotonic() - record.began_at + 50.0
         learning.ended(record)
     assert rates(learning) == REPORTED
+
+
+def test_first_tokens_of_what_was_loaded_teach_the_tier_and_not_the_rate() -> None:
+    learning = Learning()
+
+    def load(cached_tokens: int | None, epoch: str = "1") -> None:
+        view = EndpointView("a", epoch, prefill_tokens_per_s=REPORTED[0], decode_step_s=REPORTED[1])
+        decision = pick(PickInput([view], prompt_tokens=1000, matches={"a": Match(50, 0, 50)},
+                                  tier_ratio_of=learning.tier_ratio))
+        assert isinstance(decision, RoutingDecision)
+        record = RequestRecord("id", "/", model="m", stream=True, worker_id="a", admitted=True, outcome="ok",
+                               completion_tokens=10, cached_tokens=cached_tokens)
+        learning.placed(record, decision, None, reported=REPORTED)
+        assert record.placed_at is not None
+        record.ttft_s = record.placed_at + 2.0 - record.began_at
+        learning.ended(record)
+
+    for cached_tokens in (None, 0, 799):
+        load(cached_tokens)
+        assert learning.tier_ratio("a") == SLOW_TIER_RATIO, "it was not found, or nobody says so"
+    for _ in range(12):
+        load(800)
+    assert learning.tier_ratio("a") > 3.0
+    assert rates(learning) == REPORTED
+    load(0, epoch="2")
+    assert learning.tier_ratio("a") == SLOW_TIER_RATIO, "another life"

@@ -45,6 +45,16 @@ def test_a_slower_tier_lies_between_a_hit_and_computing() -> None:
     assert slow - fast == pytest.approx(SLOW_TIER_RATIO * 30 * 16 / 1000.0)
 
 
+def test_what_loading_takes_is_as_seen_there_and_only_of_what_it_spares() -> None:
+    work = Work(1000, 100, tier_ratio_of=lambda endpoint_id: {"a": 3.0}[endpoint_id])
+    slow = candidate_cost(view(), Match(50, 10, 30), NO_LOAD, work, rates=Rates())
+    assert (slow.spared_s, slow.tier_s) == pytest.approx((30 * 16 / 1000.0, 3.0 * 30 * 16 / 1000.0))
+    assert slow.total_s - cost(view(), Match(50, 10)).total_s == pytest.approx(slow.tier_s)
+    assert slow.first_token_s == slow.prefill_s + slow.tier_s
+    short = candidate_cost(view(), Match(100, 0, 60), NO_LOAD, work, rates=Rates())
+    assert short.spared_s == pytest.approx((1000 - 1 - 40 * 16) / 1000.0), "the prompt ends before"
+
+
 def test_steps_are_as_many_as_the_worker_needs_and_as_long_as_they_took_lately() -> None:
     busy = LoadView(3, 600, 0)
     assert cost(view(), load=busy).num_steps == pytest.approx(0.5 + 1600 / 8192)

@@ -28,9 +28,17 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         raise invalid_request(f"messages holds {len(messages)} messages; at most {MAX_MESSAGES} are accepted.",
                               "messages")
     for index, message in enumerate(messages):
-        if len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str:
-            continue    # nothing but a role and a text, as most are: there is nothing else to check
-        _check_message(message, f"messages[{index}]")
+        if not _is_plain(message):
+            _check_message(message, f"messages[{index}]")
+
+
+def are_plain(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each is nothing but a role and a text, as most are: there is nothing else to check."""
+    return 0 < len(messages) <= MAX_MESSAGES and all(map(_is_plain, messages))
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    return len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:

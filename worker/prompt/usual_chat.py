@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from worker.prompt.json_body import MAX_JSON_DEPTH, MAX_JSON_KEYS, opens_at_most
-from worker.prompt.messages import check_messages
+from worker.prompt.messages import are_plain, check_messages
 from worker.prompt.requests import ChatRequest, parse_chat
 
 REMEMBERED = 512
@@ -38,16 +38,19 @@ def parse_usual_chat(body: bytes) -> ChatRequest:
     # there are four characters a key, one of which stands in `rest` already, but for the last.
     num_bytes = sum(map(len, names)) + len(rest) + 3 * len(names) + len(memoryview(messages)) + len('"messages":,{}')
     is_usual = len(rest) <= REST_MAX_BYTES and names and num_bytes == len(body)
-    if not is_usual or not opens_at_most(body, MAX_JSON_DEPTH):
+    if not is_usual:
         return parse_chat(body)
     said = _said.get((names, rest))
     if said is None:
         return _remember((names, rest), parse_chat(body))
     try:
         decoded = messages_decoder.decode(messages)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return parse_chat(body)
-    check_messages(decoded)
+    if not are_plain(decoded):
+        if not opens_at_most(body, MAX_JSON_DEPTH):
+            return parse_chat(body)
+        check_messages(decoded)
     return msgspec.structs.replace(said, messages=tuple(decoded))
 
 
