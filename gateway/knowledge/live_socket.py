@@ -24,6 +24,7 @@ class LiveSocket:
         self._waiting: asyncio.Future[None] | None = None
         # The descriptor tells of a change once: nothing is there only between an empty read and the next change.
         self._is_empty = False
+        self._was_full = False
         self._loop.add_reader(self._descriptor, self._changed)
 
     def close(self) -> None:
@@ -31,12 +32,18 @@ class LiveSocket:
         self._loop.remove_reader(self._descriptor)
 
     async def receive(self, num_max: int, timeout_s: float) -> list[list[bytes]]:
-        """At least one message, and up to `num_max` of those that are there already; none after so long a silence."""
+        """At least one message, and up to `num_max` of those that are there already; none after so long a silence.
+
+        However many there are, others on the loop get their turn in between.
+        """
+        if self._was_full:
+            await asyncio.sleep(0)
         deadline = self._loop.time() + timeout_s
         while not (messages := self._read(num_max)):
             if self._loop.time() >= deadline:
                 break
             await self._await_change(deadline)
+        self._was_full = len(messages) == num_max
         return messages
 
     def _read(self, num_max: int) -> list[list[bytes]]:

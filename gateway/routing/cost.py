@@ -29,14 +29,15 @@ And:
 Our own decode time is left out: it moves no first token. What it does to others is in others_s and room_s.
 
 Worked example. Rate 4,000 tokens/s, prompt 1,000 tokens of which 800 match here: 200 to compute, prefill_s = 0.053.
-One prompt of 600 tokens is queued: queue_s = 0.15. Three streams run, 20 ms a step: steps_s = 0.012; 128 expected
-tokens at 0.4 ms a stream and step: others_s = 0.25 * 0.154 + 3 * 0.1 * 0.053 = 0.054. Total 0.269. An idle endpoint
+One prompt of 680 tokens is queued: queue_s = 0.17. Three streams run, 20 ms a step: steps_s = 0.012; 128 expected
+tokens at 0.25 ms a stream and step: others_s = 0.25 * 0.096 + 3 * 0.1 * 0.053 = 0.040. Total 0.275. An idle endpoint
 without a match costs 0.258 for all 1,000 tokens, so the request goes there: waiting would cost more than computing
 again.
 
 Known approximations: one rate for prefill whatever the batch; a stream's share of a decode step is taken as one token
 of prefill work (true where the linear layers dominate: 2.7 ms a stream measured against 2.5 ms a prefilled token,
-270M on two cores), with a floor for accelerators, where a step is bound by memory bandwidth instead.
+270M on two cores), with a floor for accelerators, where a step is bound by memory bandwidth instead. That floor takes
+our prompt for the whole context.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ SLOW_TIER_RATIO = 0.1
 BATCH_TOKENS = 8192
 # Of the step that runs when a prompt arrives, in the mean.
 STEP_UNDER_WAY = 0.5
-# One stream's least share of a decode step.
-STREAM_STEP_SHARE = 0.02
+# One stream's least share of a decode step: a row of its own, and its context's part of all that a step reads (keys
+# and values of a token are 8 millionths of an 8B model's weights), up to what a stream of 2,000 tokens has.
+STREAM_STEP_SHARE = 0.005
+STREAM_TOKEN_SHARE = 7.5e-6
+STREAM_STEP_SHARE_MAX = 0.02
 # A second of others' streams against a second until a first token.
 STREAM_WEIGHT = 0.25
 STALL_WEIGHT = 0.1
@@ -189,6 +193,12 @@ def matched_tokens(view: EndpointView, match: Match, prompt_tokens: int) -> int:
     return prompt_tokens - 1 if prompt_tokens else 0
 
 
+def stream_step_share(prompt_tokens: int) -> float:
+    """Of a decode step, what a stream with this prompt takes at least."""
+    share = STREAM_STEP_SHARE + STREAM_TOKEN_SHARE * prompt_tokens
+    return share if share < STREAM_STEP_SHARE_MAX else STREAM_STEP_SHARE_MAX
+
+
 def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work, *,
                    rates: Rates, in_session: bool = False) -> CandidateCost:
     """The cost of `work` on one endpoint; see the top of this file for the terms.
@@ -219,7 +229,7 @@ def candidate_cost(view: EndpointView, match: Match, load: LoadView, work: Work,
     if num_active:
         num_steps = STEP_UNDER_WAY + (queued + uncached) / (view.step_tokens or BATCH_TOKENS)
         steps_s = num_steps * (work.busy_step_of(view.endpoint_id, num_active) or step_s)
-    stream_step_s = STREAM_STEP_SHARE * step_s
+    stream_step_s = stream_step_share(prompt) * step_s
     stream_step_s = stream_step_s if stream_step_s > token_s else token_s
     others_s = (STREAM_WEIGHT * output * stream_step_s * (num_active + context / ATTENTION_DOUBLING_TOKENS)
                 + STALL_WEIGHT * num_active * prefill_s)

@@ -21,11 +21,11 @@ from gateway.routing.cost import (
     ROOM_KEPT_RATIO,
     STALL_WEIGHT,
     STEP_UNDER_WAY,
-    STREAM_STEP_SHARE,
     STREAM_WEIGHT,
     TIE_RATIO,
     TIE_S,
     CandidateCost,
+    stream_step_share,
 )
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
@@ -58,7 +58,6 @@ class Standing(NamedTuple):
     num_active: int
     step_s: float
     step_tokens: int
-    stream_step_s: float
     weight: float
     stall: float
     has_pool: int
@@ -100,13 +99,11 @@ def standing_of(view: EndpointView, load: LoadView) -> Standing:
     num_active = num_active if num_active > reported else reported
     reported = view.decode_context_tokens
     context = context if context > reported else reported
-    stream_step_s = STREAM_STEP_SHARE * step_s
     free = view.blocks_free * block_size - held_tokens + view.held_tokens_at_report
     return _new_tuple(Standing, (
         view, load, view.ready and not view.draining, view.max_context, block_size, is_usual, token_s, queued,
         queued * token_s, num_active, step_s, view.step_tokens or BATCH_TOKENS,
-        stream_step_s if stream_step_s > token_s else token_s, num_active + context / ATTENTION_DOUBLING_TOKENS,
-        STALL_WEIGHT * num_active, view.blocks_total,
+        num_active + context / ATTENTION_DOUBLING_TOKENS, STALL_WEIGHT * num_active, view.blocks_total,
         (ROOM_KEPT_RATIO + ROOM_DOUBT_RATIO) * (view.blocks_total * block_size),
         free + view.blocks_cached * block_size, free if free > 0 else 0,
         min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0))
@@ -119,6 +116,7 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
     model, context_tokens, excluded = given.model, given.context_tokens, given.excluded
     matches, loads, by_id = given.matches or _NO_MATCHES, given.loads, standings.by_id
     prompt, output, busy_step_of = given.prompt_tokens, given.expected_output_tokens, given.busy_step_of
+    stream_share = stream_step_share(prompt)
     views, rows = [], []
     most, reach = 0, math.inf
     for view in given.endpoints:
@@ -127,7 +125,7 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
         if standing is None or standing[0] is not view or standing[1] is not load:
             standing = standings.renew(view, load)
         (_, _, may_serve, max_context, block_size, is_usual, token_s, queued, queue_s, num_active, step_s,
-         step_tokens, stream_step_s, weight, stall, has_pool, margin, available, free, price_s) = standing
+         step_tokens, weight, stall, has_pool, margin, available, free, price_s) = standing
         if (not may_serve or (model is not None and model not in view.models)
                 or 0 < max_context < context_tokens or endpoint_id in excluded):
             continue
@@ -148,7 +146,9 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
         if num_active:
             num_steps = STEP_UNDER_WAY + (queued + uncached) / step_tokens
             steps_s = num_steps * (busy_step_of(endpoint_id, num_active) or step_s)
-        others_s = STREAM_WEIGHT * output * stream_step_s * weight + stall * prefill_s
+        stream_step_s = stream_share * step_s
+        others_s = (STREAM_WEIGHT * output * (stream_step_s if stream_step_s > token_s else token_s) * weight
+                    + stall * prefill_s)
         if has_pool:
             if uncached + matched + margin > available and (num_active or available <= 0):
                 return None

@@ -57,7 +57,7 @@ class Figure(NamedTuple):
 def tokenize_figures(folder: Path, text: str) -> Iterator[Figure]:
     bundle = TokenizerBundle.from_directory(folder)
     tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
-    ours, begun = PromptTokenizer(bundle), PromptTokenizer(bundle)   # each sees a prompt once
+    ours = PromptTokenizer(bundle)
     rules = read_rules(bundle.tokenizer_json)
     fast = fast_bpe(rules, tokenizer) if rules is not None else None
     arms: dict[str, Arm] = {
@@ -72,29 +72,13 @@ def tokenize_figures(folder: Path, text: str) -> Iterator[Figure]:
         arms["tiktoken.encode_ordinary"] = lambda prompt: encoding.encode_ordinary(prompt)
     for num_tokens in PROMPT_TOKENS:
         seen = text[:(num_tokens - NEW_TOKENS) * CHARS_PER_TOKEN] + _border(tokenizer)
-        yield from _figures(folder.name, arms | _begun_arm(begun, seen), text, seen=seen)
+        yield from _figures(folder.name, arms, text, seen=seen)
 
 
 def _border(tokenizer: Tokenizer) -> str:
     """A special token, as stands between messages; none where the tokenizer has none."""
     specials = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
     return next(specials, "")
-
-
-def _begun_arm(ours: PromptTokenizer, seen: str) -> dict[str, Arm]:
-    """A chat whose beginning the gateway knows, once its memory has it."""
-    for new in "ab":
-        ours.encode_packed(seen + new, add_special_tokens=False)
-    known = ours.known_beginning(seen, scope="")
-    if known is None:
-        return {}
-
-    def encode(prompt: str) -> array[int]:
-        ids = ours.encode_if_known(prompt, scope="", max_new_chars=len(prompt), begins=known)
-        assert ids is not None, "it was forgotten"
-        return ids
-
-    return {"headstart, seen, a known beginning": encode}
 
 
 def _figures(model: str, arms: dict[str, Arm], text: str, *, seen: str) -> Iterator[Figure]:

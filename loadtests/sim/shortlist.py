@@ -86,7 +86,7 @@ class Shortlist:
             matched[self._row[endpoint_id]] = min(held, prompt - 1)
         uncached = prompt - matched
         prefill = uncached * token_s * (1 + (matched + prompt) / (2 * cost.ATTENTION_DOUBLING_TOKENS))
-        stream = np.maximum(cost.STREAM_STEP_SHARE * step_s, token_s)
+        stream = np.maximum(cost.stream_step_share(prompt) * step_s, token_s)
         slowed = self._active + self._context / cost.ATTENTION_DOUBLING_TOKENS
         others = cost.STREAM_WEIGHT * output * stream * slowed + cost.STALL_WEIGHT * self._active * prefill
         steps = np.where(self._active > 0, (cost.STEP_UNDER_WAY + (self._queued + uncached) / self._batch)

@@ -37,7 +37,7 @@ def test_the_worked_example_is_what_the_code_says() -> None:
     table = (ROOT / "gateway" / "README.md").read_text()
     rates, work = Rates(), Work(prompt_tokens=1000, expected_output_tokens=128)
     speed = {"prefill_tokens_per_s": 4000.0, "decode_step_s": 0.02}
-    busy = candidate_cost(EndpointView("a", "e", **speed), Match(50, 0), LoadView(3, 600, 0), work, rates=rates)
+    busy = candidate_cost(EndpointView("a", "e", **speed), Match(50, 0), LoadView(3, 680, 0), work, rates=rates)
     idle = candidate_cost(EndpointView("b", "e", **speed), NO_MATCH, NO_LOAD, work, rates=rates)
     for term in ("prefill_s", "queue_s", "steps_s", "others_s"):
         row = next(line for line in table.splitlines() if line.startswith(f"| {term}"))

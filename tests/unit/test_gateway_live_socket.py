@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 
 import zmq.asyncio
@@ -78,3 +79,26 @@ async def test_silence_and_a_reader_that_gave_up_lose_nothing() -> None:
         await send(publisher, 1, 2, 3)
         assert await read(live, 3) == [1, 2, 3]
         assert await live.receive(7, 0.001) == []
+
+
+async def test_a_flood_leaves_the_loop_to_others_in_between() -> None:
+    async with sockets() as (publisher, live):
+        await send(publisher, *range(70))
+        first = await live.receive(1, LONG_S)
+        await asyncio.sleep(0.05)   # the rest has come
+        num_turns, seen = 0, []
+
+        async def watch() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        watcher = asyncio.create_task(watch())
+        numbers = [int(number) for _, number in first]
+        while len(numbers) < 70:
+            numbers += [int(number) for _, number in await live.receive(7, LONG_S)]
+            seen.append(num_turns)
+        watcher.cancel()
+        assert numbers == [*range(70)]
+        assert all(later > before for before, later in itertools.pairwise(seen))
