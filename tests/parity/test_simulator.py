@@ -231,7 +231,7 @@ def test_a_shortlist_changes_no_decision() -> None:
 
 
 def test_before_the_first_answers_have_ended_nobody_waits_while_others_idle() -> None:
-    cluster = finished(WORKLOADS["llm_d"](100, 0), SimulationPlan(num_workers=100))
+    cluster = finished(WORKLOADS["llm_d"](60, 0), SimulationPlan(num_workers=200))
     assert all(request.first_token_at is not None and request.first_token_at - request.arrives_at < 1.0
                for request in cluster.requests)   # a pool holds one request at a time, for six seconds
 
