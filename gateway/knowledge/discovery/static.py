@@ -38,8 +38,8 @@ def static_workers(specs: Iterable[WorkerSpec]) -> tuple[DiscoveredWorker, ...]:
         if worker.endpoint_id in seen.values():
             raise DiscoveryError(f"two workers are called {worker.endpoint_id!r}: give each its own URL or worker_id")
         if worker.url in seen:  # its places and its load would be counted twice
-            raise DiscoveryError(f"{seen[worker.url]!r} and {worker.endpoint_id!r} are one worker, {worker.url}: leave "
-                                 "one of them out")
+            raise DiscoveryError(f"{seen[worker.url]!r} and {worker.endpoint_id!r} are one worker, {worker.url}: "
+                                 "leave one of them out")
         seen[worker.url] = worker.endpoint_id
     return workers
 
