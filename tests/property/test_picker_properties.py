@@ -170,7 +170,7 @@ def test_before_any_answer_has_ended_nobody_waits_for_a_full_pool_beside_an_idle
     running = Stream(8000, 8000, outputs.expected("m"), now - ago_s)
     decision = pick(PickInput(
         [full, idle], 7100, {"full": Match(93, 0)}, {"full": LoadView(1, 0, 8000, 1, 8000)}, now=now,
-        expected_output_tokens=outputs.expected("m", max_tokens), streams_of=lambda name: [running] * (name == "full"),
-        lengths=outputs.profile("m"), shared_ratio=0.5))
+        expected_output_tokens=outputs.expected("m", max_tokens), lengths=outputs.profile("m"), shared_ratio=0.5,
+        streams_of=lambda name: [running] * (name == "full")))
     assert isinstance(decision, RoutingDecision)
     assert decision.endpoint_id == "idle"
