@@ -24,6 +24,7 @@ from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.others_share import OthersShare
 from gateway.routing.shared_cores import CoreSet, CpuShare, Crowding, crowded, crowding_of
+from gateway.routing.unseen_work import UnseenWork
 from worker.protocol.block_hash import ExtraKey, ExtraKeyKind, HashScheme
 
 
@@ -224,12 +225,13 @@ class ModelService(NamedTuple):
 
 
 class EndpointTable:
-    """Endpoints by id, in the order of the configuration."""
+    """Endpoints by id, in the order of the configuration; `unseen`: what other gateways send there."""
 
     def __init__(self, workers: tuple[DiscoveredWorker, ...]) -> None:
         self._endpoints = {worker.endpoint_id: Endpoint(worker) for worker in workers}
         self._services: dict[str, ModelService] = {}  # of models that are served
         self._services_at = -1
+        self.unseen = UnseenWork()
         self._core_sets: tuple[CoreSet, ...] = ()
         self._core_sets_at = -1
 

@@ -193,7 +193,7 @@ class WorkerPoll:
         pause_s: float = min(self._interval_s * 2 ** num_doublings, MAX_BACKOFF_S)
         if num_failures or endpoint is None:
             return pause_s
-        return look_again_after_s(pause_s, endpoint.others.ratio, len(self._adapters))
+        return look_again_after_s(pause_s, max(endpoint.others.ratio, self._table.unseen.ratio), len(self._adapters))
 
     async def _look(self, adapter: HeadstartWorker) -> Observation:
         endpoint_id = adapter.worker.endpoint_id
@@ -244,7 +244,9 @@ class WorkerPoll:
             self._joining.left(endpoint.endpoint_id)
             return
         own, load = self._ledger.load(endpoint.endpoint_id), seen.report.load
-        endpoint.others.saw(own.num_inflight, load.running + load.waiting, asyncio.get_running_loop().time())
+        reported, now = load.running + load.waiting, asyncio.get_running_loop().time()
+        endpoint.others.saw(own.num_inflight, reported, now)
+        self._table.unseen.saw(own.num_inflight, reported, now, next_after_s=self._pause_s(endpoint.endpoint_id, 0))
         endpoint.report, endpoint.own_load_at_report = seen.report, own
         if seen.joined is not None:
             await self._begin_life(endpoint, seen.joined)

@@ -40,6 +40,7 @@ from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, UNKNOWN_LENGTHS
 from gateway.routing.prefix_index import NO_MATCH, Match
 from gateway.routing.room_floor import RoomFloors
 from gateway.routing.shared_cores import Crowding
+from gateway.routing.unseen_work import spread, width_s
 from gateway.routing.usual_cost import Standings, cheapest
 
 Reason = Literal["prefix", "load", "cold", "session", "retry", "degraded"]
@@ -61,6 +62,7 @@ class PickInput(Struct, frozen=True, gc=False):
     `turn` counts requests (round robin); `random_ratio` is uniform in [0, 1). `now`, `shared_ratio`, `stretch`,
     `streams_of`, `lengths`, `chain`, `busy_step_of`, `crowding` and `tier_ratio_of` are for cost.Work. `standings`
     changes nothing but the time that it takes: what is remembered of the endpoints, for the next decision too.
+    `unseen_requests` of other gateways are expected to have been sent since the reports (unseen_work.py).
     """
 
     endpoints: Sequence[EndpointView]
@@ -84,6 +86,7 @@ class PickInput(Struct, frozen=True, gc=False):
     crowding: Mapping[str, Crowding] = {}
     tier_ratio_of: TierRatioOf = usual_tier
     standings: Standings | None = None
+    unseen_requests: float = 0.0
 
     def work(self) -> Work:
         """What the request needs."""
@@ -165,7 +168,8 @@ def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[Can
 
 
 def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
-    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance.
+    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance. Where
+    other gateways send unseen requests, by chance among those whom these may leave cheapest.
 
     Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
     """
@@ -186,7 +190,7 @@ def _pick_by_least_costs(given: PickInput) -> RoutingDecision | NoEndpoint:
     if isinstance(views, NoEndpoint):
         return views
     order, costs, most = _within_reach(given, views)
-    index = 0 if len(costs) == 1 else _choose(costs, given.random_ratio)
+    index = 0 if len(costs) == 1 else _choose(costs, given)
     view, chosen = views[order[index]], costs[index]
     if chosen.session_s:
         costs = candidate_costs(given, views)  # the bonus reaches further than a tie
@@ -231,7 +235,7 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list
 
 
 class _Pricing:
-    """Of one pick: costs by position, and how much another may cost to be within a tie of the lowest of them."""
+    """Of one pick: costs by position, and how much another may cost to be chosen beside the lowest of them."""
 
     def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates, work: Work) -> None:
         self.work = work
@@ -273,18 +277,23 @@ class _Pricing:
         cost = self.priced[at] = candidate_cost(
             view, self.matches.get(endpoint_id, NO_MATCH), given.loads.get(endpoint_id, NO_LOAD), self.work,
             rates=self._rates, in_session=endpoint_id == given.session_endpoint_id)
-        reach = _reach(cost.total_s)
+        reach = reach_s(cost, given.unseen_requests)
         if reach < self._reach:
             self._reach = reach
         return cost
 
 
-def _reach(best_s: float) -> float:
-    return best_s + TIE_RATIO * abs(best_s) + TIE_S
+def reach_s(cost: CandidateCost, unseen_requests: float) -> float:
+    """Whoever costs more is not chosen beside this one: so far goes a tie, or what others may send there unseen."""
+    total_s = cost.total_s
+    return total_s + (width_s(cost, unseen_requests) if unseen_requests else TIE_RATIO * abs(total_s) + TIE_S)
 
 
-def _choose(costs: Sequence[CandidateCost], random_ratio: float) -> int:
-    bound = _reach(min([cost.total_s for cost in costs]))
+def _choose(costs: Sequence[CandidateCost], given: PickInput) -> int:
+    random_ratio = given.random_ratio
+    if given.unseen_requests:
+        return spread(costs, given.unseen_requests, random_ratio)
+    bound = min([reach_s(cost, 0.0) for cost in costs])
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
     if len(tied) > 1:
         least = min([costs[index].uncached_tokens for index in tied])

@@ -111,7 +111,8 @@ def standing_of(view: EndpointView, load: LoadView) -> Standing:
 
 def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
     """What pick() would choose; None where something is unusual, or nobody may serve it."""
-    if given.session_endpoint_id is not None or given.crowding or len(given.endpoints) > FEW_MAX:
+    if (given.session_endpoint_id is not None or given.crowding or given.unseen_requests
+            or len(given.endpoints) > FEW_MAX):
         return None
     model, context_tokens, excluded = given.model, given.context_tokens, given.excluded
     matches, loads, by_id = given.matches or _NO_MATCHES, given.loads, standings.by_id

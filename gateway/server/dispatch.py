@@ -120,7 +120,8 @@ class Dispatcher:
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
             streams_of=self._ledger.streams, lengths=learning.outputs.profile(prompt.model),
             chain=chain, busy_step_of=learning.busy_steps.step_s, crowding=self._table.crowding(loads),
-            tier_ratio_of=learning.tier_ratio, standings=self._standings)
+            tier_ratio_of=learning.tier_ratio, standings=self._standings,
+            unseen_requests=self._table.unseen.requests(now))
         decision = self._policy(given)
         if isinstance(decision, NoEndpoint) and given.excluded > excluded:
             # A full or doubtful one is better than none.
@@ -171,6 +172,7 @@ class Dispatcher:
             context_tokens=num_tokens, footprint=Footprint(
                 chain, decision.matched_tokens // scheme.block_size if chain and scheme is not None else 0,
                 decision.matched_tokens, self._expected_output(prompt, decision), now))
+        self._table.unseen.booked(now)
         prefill_s = _expected_prefill_s(decision)
         if prefill_s and not prompt.stream:
             self._prefills.expect(booking, now + prefill_s)

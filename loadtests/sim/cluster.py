@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.routing.copy_plan import LOOK_EVERY_S
-from gateway.routing.others_share import look_again_after_s
 from loadtests.sim.block_store import Change
 from loadtests.sim.clock import VirtualClock
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
@@ -69,7 +68,7 @@ class Cluster:
         self.gateways = [SimGateway([worker.worker_id for worker in self.workers],
                                     new_policy(), scheme,
                                     seed=settings.seed * 7919 + number, first_report=self.workers[0].report(),
-                                    makes_copies=settings.copies_ahead,
+                                    poll_interval_s=settings.poll_interval_s, makes_copies=settings.copies_ahead,
                                     core_sets=self._machines.core_sets(list(self._worker_of)))
                          for number in range(settings.num_gateways)]
         self._copying: dict[int, SimGateway] = {}   # by the copy's index: they go on behind the requests'
@@ -230,5 +229,4 @@ class Cluster:
         report = worker.report()
         for gateway in self.gateways:
             gateway.reported(worker.worker_id, report, self.clock.now)
-        others_ratio = max(gateway.others_ratio(worker.worker_id) for gateway in self.gateways)
-        self._poll_later(worker, look_again_after_s(self.settings.poll_interval_s, others_ratio, len(self.workers)))
+        self._poll_later(worker, min(gateway.look_again_after_s(worker.worker_id) for gateway in self.gateways))

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from gateway.routing import cost
 from gateway.routing.busy_steps import FIXED_STREAMS, BusySteps
-from gateway.routing.cost import TIE_RATIO, TIE_S
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
-from gateway.routing.picker import PickInput
+from gateway.routing.picker import PickInput, reach_s
 from gateway.routing.prefix_index import NO_MATCH
 
 # Wider than the picker's ties by more than the estimate's rounding.
@@ -62,17 +61,17 @@ class Shortlist:
         rates = None if self._token_s.all() and self._step_s.all() else cost.assumed_rates(given.endpoints)
         estimate = self._estimate(given, rates)
         roomy = np.where(self._is_short(given), np.inf, estimate)   # whose estimate leaves no wait for memory out
-        best = min(self._cost(given, int(row), rates) for row in {estimate.argmin(), roomy.argmin()})
-        reach = best + (TIE_RATIO + SLACK_RATIO) * abs(best) + TIE_S + SLACK_RATIO
+        reach = min(self._reach_s(given, int(row), rates) for row in {estimate.argmin(), roomy.argmin()})
         near = [given.endpoints[row] for row in np.flatnonzero(estimate <= reach).tolist()]
         return near if rates is None else [_with_rates(view, rates) for view in near]
 
-    def _cost(self, given: PickInput, row: int, rates: cost.Rates | None) -> float:
+    def _reach_s(self, given: PickInput, row: int, rates: cost.Rates | None) -> float:
         """What the picker will say of this one: nobody whose estimate is above that can win."""
         view = given.endpoints[row]
-        return cost.candidate_cost(view, (given.matches or {}).get(view.endpoint_id, NO_MATCH),
-                                   given.loads.get(view.endpoint_id, NO_LOAD), given.work(),
-                                   rates=rates or cost.Rates()).total_s
+        priced = cost.candidate_cost(view, (given.matches or {}).get(view.endpoint_id, NO_MATCH),
+                                     given.loads.get(view.endpoint_id, NO_LOAD), given.work(),
+                                     rates=rates or cost.Rates())
+        return reach_s(priced, given.unseen_requests) + SLACK_RATIO * (abs(priced.total_s) + 1)
 
     def _estimate(self, given: PickInput, rates: cost.Rates | None) -> np.ndarray:
         prompt, output = given.prompt_tokens, given.expected_output_tokens

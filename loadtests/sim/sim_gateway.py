@@ -16,12 +16,13 @@ from gateway.routing.copy_plan import Copy, Sight
 from gateway.routing.cost import CandidateCost
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
-from gateway.routing.others_share import OthersShare
+from gateway.routing.others_share import OthersShare, look_again_after_s
 from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision
 from gateway.routing.prefix_index import PrefixIndex, Speculation
 from gateway.routing.rate_estimator import Stretch
 from gateway.routing.shared_cores import CoreSet, Crowding, crowding_of
+from gateway.routing.unseen_work import UnseenWork
 from gateway.routing.usual_cost import Standings
 from loadtests.sim.block_store import Change, Cleared, Removed, Stored
 from loadtests.sim.policies.routing_policy import RoutingPolicy
@@ -63,10 +64,12 @@ class SimGateway:
     """`worker_ids` in the order of the configuration; `makes_copies`: of hot prefixes, where the policy has it."""
 
     def __init__(self, worker_ids: Sequence[str], policy: RoutingPolicy, scheme: HashScheme, *, seed: int,
-                 first_report: Report, makes_copies: bool = False, core_sets: Sequence[CoreSet] = ()) -> None:
+                 first_report: Report, poll_interval_s: float = 1.0, makes_copies: bool = False,
+                 core_sets: Sequence[CoreSet] = ()) -> None:
         self.policy = policy
         self.num_gaps = 0
         self._scheme = scheme
+        self._poll_interval_s = poll_interval_s
         self._draw = random.Random(seed)
         self._index = PrefixIndex(INDEX_BYTES_MAX)
         self._ledger = LoadLedger()
@@ -80,6 +83,7 @@ class SimGateway:
                        for position, worker_id in enumerate(worker_ids)}
         self._views: list[EndpointView] = []
         self._standings = Standings()
+        self._unseen = UnseenWork()
         self._copies = SimCopies(scheme.block_size) if makes_copies and policy.makes_copies else None
         self._siblings = [self]   # who books in this ledger
         self._core_sets = core_sets
@@ -96,7 +100,7 @@ class SimGateway:
             now=now, shared_ratio=self._ledger.shared_ratio, stretch=self._stretch.ratio,
             streams_of=self._ledger.streams, lengths=self._outputs.profile(""), chain=hashes,
             busy_step_of=self._busy_steps.step_s, crowding=self._crowding(),
-            standings=self._standings), request)
+            standings=self._standings, unseen_requests=self._unseen.requests(now)), request)
         assert not isinstance(decision, NoEndpoint), "a simulated worker is always ready"
         self._turn += 1
         self._book(request, decision, now)
@@ -180,12 +184,15 @@ class SimGateway:
         """The worker's answer to a poll arrived."""
         known = self._known[worker_id]
         known.report, known.own_load_at_report = report, self._ledger.load(worker_id)
-        known.others.saw(known.own_load_at_report.num_inflight, report.num_running + report.num_waiting, now)
+        own, reported = known.own_load_at_report.num_inflight, report.num_running + report.num_waiting
+        known.others.saw(own, reported, now)
+        self._unseen.saw(own, reported, now, next_after_s=self.look_again_after_s(worker_id))
         self._renew(worker_id)
 
-    def others_ratio(self, worker_id: str) -> float:
-        """How much of its work is sent by other gateways, as reports tell."""
-        return self._known[worker_id].others.ratio
+    def look_again_after_s(self, worker_id: str) -> float:
+        """Until it wants the worker's next report."""
+        return look_again_after_s(self._poll_interval_s, max(self._known[worker_id].others.ratio, self._unseen.ratio),
+                                  len(self._views))
 
     def changes(self, worker_id: str, seq: int, changes: Sequence[Change]) -> bool:
         """A batch of cache events arrived. False: one before it was lost, so a snapshot must be fetched."""
@@ -239,6 +246,7 @@ class SimGateway:
             for sibling in self._siblings:
                 if sibling is not self:   # told of it, as processes of one gateway tell each other
                     sibling._index.speculate(worker_id, request.hashes, expires_at)
+        self._unseen.booked(now)
         self._placed[request.index] = Placed(worker_id, booking, bet, decision.cost, now)
         self._load_changed(worker_id)
         self.policy.booked(request, worker_id)

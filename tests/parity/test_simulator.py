@@ -205,7 +205,8 @@ def random_fleet(draw: random.Random) -> tuple[PickInput, BusySteps]:
     steps = steps_seen(draw, views)
     return PickInput(views, draw.randint(1, 3000), matches, loads, random_ratio=draw.random(),
                      now=draw.uniform(100, 110), shared_ratio=draw.random(), stretch=draw.uniform(1, 4),
-                     streams_of=lambda name: streams.get(name, ()), busy_step_of=steps.step_s), steps
+                     streams_of=lambda name: streams.get(name, ()), busy_step_of=steps.step_s,
+                     unseen_requests=draw.choice((0.0, 0.0, draw.uniform(0.01, 3)))), steps
 
 
 def steps_seen(draw: random.Random, views: list[EndpointView]) -> BusySteps:
