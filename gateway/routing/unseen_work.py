@@ -22,6 +22,7 @@ from gateway.routing.others_share import LEAST_REQUESTS, MEAN_OVER_S, SHARED_MIN
 
 RATE_OVER_S = 1.0      # bursts are short
 OWN_AT_FIRST = 5.0     # a single request that we do not know of is no habit of others
+REQUESTS_MIN = 0.01    # fewer change no choice, and are divided by
 
 
 class UnseenWork:
@@ -60,7 +61,8 @@ class UnseenWork:
         if self.ratio < SHARED_MIN:
             return 0.0
         rate = self._booked * math.exp((self._booked_at - now) / RATE_OVER_S) / RATE_OVER_S
-        return rate * self._report_age_s * self._others / (self._own + LEAST_REQUESTS)
+        requests = rate * self._report_age_s * self._others / (self._own + LEAST_REQUESTS)
+        return requests if requests >= REQUESTS_MIN else 0.0
 
 
 def width_s(cost: CandidateCost, unseen_requests: float) -> float:

@@ -181,16 +181,18 @@ async def test_a_lost_event_connection_ends_exactness_until_the_next_snapshot() 
         await until_blocks(gateway, 2)
 
 
-async def test_a_worker_that_others_send_work_is_looked_at_more_often() -> None:
-    ours, shared = StubWorker(worker_token=WORKER_TOKEN), StubWorker(worker_token=WORKER_TOKEN)
+async def test_where_others_send_work_all_workers_are_looked_at_more_often() -> None:
+    alone, idle, shared = (StubWorker(worker_token=WORKER_TOKEN) for _ in range(3))
     shared.num_running = 5
 
-    async def is_ahead() -> bool:
-        return shared.num_looks >= ours.num_looks + 10
+    async def are_ahead() -> bool:
+        return min(idle.num_looks, shared.num_looks) >= alone.num_looks + 10
 
-    async with running(ours, shared), running_gateway(ours.url, shared.url, health_interval_s=0.4) as gateway:
+    async with (running(alone, idle, shared), running_gateway(alone.url, health_interval_s=0.4) as lone,
+                running_gateway(idle.url, shared.url, health_interval_s=0.4) as gateway):
+        await lone.until_exact()
         await gateway.until_exact(num_workers=2)
-        await gateway.until(is_ahead, "looks at a shared worker are more frequent")
+        await gateway.until(are_ahead, "looks are more frequent where others send work")
 
 
 async def _is_approximate(gateway: GatewayUnderTest) -> bool:
