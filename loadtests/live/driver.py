@@ -85,13 +85,13 @@ class Driver:
         self._answers: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._places = asyncio.Semaphore(pace.open_max)
         self._began_at = 0.0
+        self._tasks: list[asyncio.Task[Outcome]] = []
 
     async def run(self, trace: Trace, progress: Callable[[int, int], None] | None = None) -> list[Outcome]:
         """Until every request has ended; in the trace's order."""
         first = trace.requests[0].at_s
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=self._pace.timeout_s)
-        tasks: list[asyncio.Task[Outcome]] = []
         async with (aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._target.headers) as http,
                     asyncio.TaskGroup() as group):
             self._began_at = time.perf_counter()
@@ -103,10 +103,14 @@ class Driver:
                 before = self._last_turns.get(request.session)
                 task = group.create_task(self._turn(http, index, request, due_s, before=before))
                 task.add_done_callback(count)
-                tasks.append(task)
+                self._tasks.append(task)
                 if self._pace.real_answers and request.messages:
                     self._last_turns[request.session] = task
-        return [task.result() for task in tasks]
+        return self.ended()
+
+    def ended(self) -> list[Outcome]:
+        """Of the requests that have ended by now, also where the run was cancelled; in the trace's order."""
+        return [task.result() for task in self._tasks if task.done() and not task.cancelled()]
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_at

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,32 @@ from loadtests.provenance import provenance
 from loadtests.sim.metrics import cache_bounds
 from loadtests.traces import Trace
 
+NOTHING = "-"   # in a table, where nothing was measured
 MORE_THAN_TRACE_RATIO = 0.1     # a template's own tokens are hits too that no trace counts
 
 
 def replay_report(trace: Trace, outcomes: Sequence[Outcome], about: dict[str, Any], *, label: str) -> dict[str, Any]:
     """`replay --json`: the keys of `simulate --json`, the totals once more at the top, and where it was measured."""
-    result = result_of(outcomes, cache_bounds(trace, 1), label)
+    sent = trace if len(outcomes) == len(trace.requests) else replace(
+        trace, requests=tuple(outcome.request for outcome in outcomes))
+    result = result_of(outcomes, cache_bounds(sent, 1), label)
     return {"trace": trace.name, "format": trace.format, "block_size": trace.block_size,
             "workers": num_workers_of(outcomes), **provenance(), **about,
-            "rate_per_s": len(outcomes) / max(1e-9, outcomes[-1].due_s), "policies": [result],
+            "rate_per_s": len(outcomes) / max(1e-9, outcomes[-1].due_s) if outcomes else None, "policies": [result],
             **{key: result[key] for key in ("errors", "cached_tokens", "prompt_tokens")}}
 
 
 def as_table(report: dict[str, Any]) -> str:
     """Plain text."""
     result = report["policies"][0]
-    ms = {name: f"{1000 * value:.0f}" for name, value in result.items() if name.endswith("_s")}
-    lines = [
+    ms = {name: NOTHING if value is None else f"{1000 * value:.0f}"
+          for name, value in result.items() if name.endswith("_s")}
+    rate = NOTHING if report["rate_per_s"] is None else f"{report['rate_per_s']:.2f}"
+    lines = [f"cut short: {result['requests'] + result['failed']} of {report['requests_in_trace']} requests had ended"
+             ] if report.get("cut_short") else []
+    lines += [
         f"{report['trace']} to {report['url']} ({report['model']}): {result['requests']} answered, "
-        f"{result['failed']} failed, {report['rate_per_s']:.2f} requests/s, seed {report['seed']}, "
+        f"{result['failed']} failed, {rate} requests/s, seed {report['seed']}, "
         f"commit {report['commit']}",
         f"ms: TTFT p50 {ms['ttft_p50_s']}, p90 {ms['ttft_p90_s']}, p99 {ms['ttft_p99_s']}, mean {ms['ttft_mean_s']}; "
         f"between tokens p50 {ms['inter_token_p50_s']}, p99 {ms['inter_token_p99_s']}; whole request mean "
@@ -49,7 +57,8 @@ def as_table(report: dict[str, Any]) -> str:
             lines.append("more hits than the trace has: an earlier run with this seed may have left its prompts in "
                          "the cache; another --seed makes other prompts")
     if report["workers"] is not None:
-        lines.append(f"{report['workers']} workers, max/mean load {result['max_mean_load']:.2f}")
+        load = result["max_mean_load"]
+        lines.append(f"{report['workers']} workers, max/mean load {NOTHING if load is None else f'{load:.2f}'}")
     if result["prediction"] is not None:
         lines.append("predicted hits: {equal} of {compared} as reported, {too_much} too much, {too_little} too "
                      "little".format_map(result["prediction"]))
@@ -66,7 +75,7 @@ def write_replay(report: dict[str, Any], outcomes: Sequence[Outcome], folder: Pa
     rows = [_row(outcome) for outcome in outcomes]
     (folder / "requests.jsonl").write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
                                                      for row in rows))
-    if importlib.util.find_spec("matplotlib") is not None:
+    if rows and importlib.util.find_spec("matplotlib") is not None:
         from loadtests.plots import draw_replay
 
         draw_replay(report, rows, folder / "replay.png")
