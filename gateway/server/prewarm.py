@@ -30,7 +30,7 @@ SHOWN_MAX = 100
 PREWARMS_MAX = 8
 
 
-class PrewarmBody(msgspec.Struct):
+class PrewarmBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /admin/prewarm. `hash` as GET /admin/cache shows it; without `worker` the least busy one that
     does not hold the prefix."""
 

@@ -103,6 +103,10 @@ class WorkerAdmin:
             (worker,) = static_workers([WorkerSpec(body.url, body.id, body.api_key)])
         except DiscoveryError as error:
             raise invalid_request(f"{error}.", "url") from None
+        for known in self._table:  # under two names its places and its load would be counted twice
+            if known.worker.url == worker.url and known.endpoint_id != worker.endpoint_id:
+                raise ApiError(409, "worker_exists", f"The worker {known.endpoint_id!r} is at this URL already.",
+                               param="url")
         said = WORKER_EXISTS if self._table.get(worker.endpoint_id) is not None else TOO_MANY
         if said is WORKER_EXISTS or len(list(self._table)) >= WORKERS_MAX or (
                 said := await self._change(worker.endpoint_id, AddedWorker(worker.url, body.api_key))):

@@ -166,7 +166,8 @@ async def test_what_many_ask_for_is_copied_to_a_spare_worker_by_itself(gateway: 
 
 
 @pytest.mark.parametrize(("payload", "status", "param"), [
-    ({"hash": "zz"}, 400, "hash"), ({"hash": "12"}, 404, "hash"), ({}, 400, "hash"), ({"hash": 1}, 400, "hash")])
+    ({"hash": "zz"}, 400, "hash"), ({"hash": "12"}, 404, "hash"), ({}, 400, "hash"), ({"hash": 1}, 400, "hash"),
+    ({"hash": "12", "wroker": "w1"}, 400, "wroker")])
 async def test_a_prewarm_of_nothing_says_so(gateway: GatewayUnderTest, payload: dict[str, Any], status: int,
                                             param: str) -> None:
     answer = await gateway.send("POST", "/admin/prewarm", payload=payload, headers=ADMIN)

@@ -28,7 +28,9 @@ async def test_a_worker_is_added_serves_and_is_forgotten() -> None:
         await gateway.until_exact()
         assert (await add(gateway, url=second.url, id="second")).status == 201
         await gateway.until_exact(num_workers=2)
-        assert (await add(gateway, url=second.url, id="second")).status == 409
+        assert (await add(gateway, url=second.url, id="second")).error["param"] == "id"
+        twice = await add(gateway, url=second.url + "/", id="alias")
+        assert (twice.status, twice.error["code"], twice.error["param"]) == (409, "worker_exists", "url")
         first_id = (await gateway.worker(0))["id"]
         assert (await remove(gateway, first_id)).status == 200
         for number in range(3):

@@ -33,6 +33,11 @@ def test_one_id_twice_is_refused() -> None:
         static_workers([WorkerSpec("http://h:1"), WorkerSpec("http://h:1/")])
 
 
+def test_one_worker_under_two_names_is_refused() -> None:
+    with pytest.raises(DiscoveryError, match=r"'h:1' and 'other' are one worker"):
+        static_workers([WorkerSpec("http://h:1"), WorkerSpec("http://h:1/", worker_id="other")])
+
+
 def test_an_unreadable_ca_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DiscoveryError, match=r"missing\.pem"):
         static_workers([WorkerSpec("https://h:1", ca_file=tmp_path / "missing.pem")])
