@@ -21,7 +21,7 @@ import orjson
 
 from loadtests.live.driver import OPEN_MAX, REQUEST_TIMEOUT_S, Driver, Outcome, Pace, Target
 from loadtests.live.prompts import TOKENS_FROM, TOKENS_TO, Kind, PromptMaker, PromptStyle
-from loadtests.live.report import as_table, replay_report, write_replay
+from loadtests.live.report import RequestLog, as_table, replay_report, write_replay
 from loadtests.live.server_metrics import counted_between, read_counters
 from loadtests.report_folder import folder_name, made_ready
 from loadtests.trace_fields import BLOCK_SIZE_MAX, SPAN_S_MAX
@@ -93,7 +93,8 @@ async def _replay(args: argparse.Namespace, trace: Trace) -> tuple[dict[str, Any
             output_max=args.max_output, is_plain=args.openai_only), trace.block_size)
         pace = Pace(speed=args.speed, open_max=args.max_open, timeout_s=args.timeout,
                     real_answers=args.answers == "real")
-        driver = Driver(Target(args.url, headers, args.name_sessions), prompts, pace, run_id=secrets.token_hex(4))
+        driver = Driver(Target(args.url, headers, args.name_sessions), prompts, pace, run_id=secrets.token_hex(4),
+                        keep=None if args.report is None else RequestLog(args.report).keep)
         before = await read_counters(http, args.url)
         outcomes, cut_short = await _until_interrupted(driver, trace)
         counted = counted_between(before, await read_counters(http, args.url))

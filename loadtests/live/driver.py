@@ -74,13 +74,15 @@ class Outcome:
 
 
 class Driver:
-    """Sends one trace to one target, once."""
+    """Sends one trace to one target, once. `keep` is given each outcome as soon as it is there."""
 
-    def __init__(self, target: Target, prompts: PromptMaker, pace: Pace, *, run_id: str) -> None:
+    def __init__(self, target: Target, prompts: PromptMaker, pace: Pace, *, run_id: str,
+                 keep: Callable[[Outcome], None] | None = None) -> None:
         self._target = target
         self._prompts = prompts
         self._pace = pace
         self._run_id = run_id
+        self._keep = keep
         self._last_turns: dict[str, asyncio.Task[Outcome]] = {}
         self._answers: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._places = asyncio.Semaphore(pace.open_max)
@@ -125,6 +127,8 @@ class Driver:
             outcome = await self._ask(http, index, request, due_s)
         finally:
             self._places.release()
+        if self._keep is not None:
+            self._keep(outcome)
         if self._pace.real_answers and request.messages and outcome.answer is not None:
             self._answers[request.session][len(request.messages)] = outcome.answer.text
         return outcome

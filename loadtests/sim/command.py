@@ -21,7 +21,7 @@ from loadtests.report_folder import folder_name, made_ready
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel, from_rates
 from loadtests.sim.grid import Cell, grid_report, run_cell
 from loadtests.sim.grid_report import as_table as grid_table
-from loadtests.sim.grid_report import write_grid
+from loadtests.sim.grid_report import write_figures, write_grid
 from loadtests.sim.policies import POLICIES
 from loadtests.sim.report import as_table, write_report
 from loadtests.sim.simulation import SimulationPlan, prepare, report_of, run_policy
@@ -37,7 +37,7 @@ from worker.protocol.command_line import (
     one_line,
     print_result,
 )
-from worker.protocol.flag_values import finite_number
+from worker.protocol.flag_values import base_address, finite_number
 
 PROG = "headstart simulate"
 DEFAULT_SYNTHETIC_REQUESTS = 2000
@@ -86,7 +86,7 @@ def _many(args: argparse.Namespace, cells: Sequence[Cell], policies: Sequence[st
     for cell in cells:
         done.append(run_cell(cell, load, policies, _show_step()))
         report = grid_report(done, cell.plan)
-        status = _written(partial(write_grid, report), args.report)
+        status = _written(partial(write_figures if len(done) < len(cells) else write_grid, report), args.report)
     return _print(args, report, grid_table(report)) or status
 
 
@@ -196,12 +196,14 @@ def _trace(args: argparse.Namespace, name: str, seed: int) -> Trace:
 def _model(name: str) -> CostModel:
     if name in MODELS:
         return MODELS[name]
-    if not name.startswith(("http://", "https://")):
+    if "://" not in name:
         raise ValueError(f"unknown model {name!r}: use one of {', '.join(MODELS)}, or the URL of a worker")
     try:
-        with urllib.request.urlopen(name.rstrip("/") + "/kv", timeout=10) as answer:
+        with urllib.request.urlopen(base_address(name) + "/kv", timeout=10) as answer:
             rates = orjson.loads(answer.read())["rates"]
         return from_rates(rates["prefill_tokens_per_s"], rates["decode_step_s"])
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--model {error}") from None
     except (OSError, HTTPException, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: GET /kv did not answer with rates: {one_line(error)}") from None
 

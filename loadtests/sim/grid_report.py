@@ -50,11 +50,16 @@ def summary(report: dict[str, Any]) -> list[str]:
     return [*lines, "A question mark: the interval holds 1."]
 
 
-def write_grid(report: dict[str, Any], folder: Path) -> None:
-    """Into `folder`, made if need be. The plot only where matplotlib is installed."""
+def write_figures(report: dict[str, Any], folder: Path) -> None:
+    """report.json and table.md: quick enough for after every cell."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     (folder / "table.md").write_text(as_table(report) + "\n")
+
+
+def write_grid(report: dict[str, Any], folder: Path) -> None:
+    """Into `folder`, made if need be. The plots only where matplotlib is installed."""
+    write_figures(report, folder)
     if importlib.util.find_spec("matplotlib") is not None:
         from loadtests.plots import draw_ratios
 

@@ -95,7 +95,9 @@ def test_what_would_eat_the_machine_is_refused(lines: list[tuple[int, int]], arg
     ([TRACE, "--block-size", "1000000000"], "--block-size"),
     (["llm_d", "--requests", "1000000000000"], "--requests"),
     ([TRACE, "--event-loss", "1"], "--event-loss"), ([TRACE, "--model", "gpt"], "unknown model"),
-    ([TRACE, "--model", "http://127.0.0.1:9"], "GET /kv"), ([TRACE, "--requests", "0"], "--requests")])
+    ([TRACE, "--model", "http://127.0.0.1:9"], "GET /kv"),
+    ([TRACE, "--model", "http://u:p@127.0.0.1:9"], "--model holds a user name or password"),
+    ([TRACE, "--requests", "0"], "--requests")])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], says: str,
                                           capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

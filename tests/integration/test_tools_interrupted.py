@@ -26,7 +26,9 @@ HEADSTART = [sys.executable, "-c", "import signal, sys; signal.signal(signal.SIG
              "from gateway.cli import main; sys.exit(main(sys.argv[1:]))"]
 
 
-async def test_an_interrupted_replay_tells_what_had_ended(tmp_path: Path) -> None:
+async def replay_until_second(folder: Path, number: signal.Signals) -> tuple[int | None, bytes, bytes]:
+    """A replay, one request at a time, to which this signal is sent when its second one has come: status, output and
+    errors."""
     stub, second_came = StubWorker(), asyncio.Event()
 
     async def hold(stub: StubWorker, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -34,21 +36,32 @@ async def test_an_interrupted_replay_tells_what_had_ended(tmp_path: Path) -> Non
         return await never_answer(stub, request, seen)
 
     stub.next_behaviours.extend([answer, hold])
-    async with running(stub):
+    async with running(stub), asyncio.timeout(120):
         child = await asyncio.create_subprocess_exec(
             *HEADSTART, "replay", MOONCAKE, "--url", stub.url, "--model", "stub", "--token-ids", "10:200",
-            "--block-size", "16", "--rate", "1e6", "--max-open", "1", "--report", str(tmp_path),
+            "--block-size", "16", "--rate", "1e6", "--max-open", "1", "--report", str(folder),
             cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
-        async with asyncio.timeout(120):
-            await second_came.wait()   # one at a time: the first has ended
-            child.send_signal(signal.SIGINT)
-            out, err = await child.communicate()
-    assert (child.returncode, err) == (130, b"")
+        await second_came.wait()
+        child.send_signal(number)
+        out, err = await child.communicate()
+    return child.returncode, out, err
+
+
+async def test_an_interrupted_replay_tells_what_had_ended(tmp_path: Path) -> None:
+    status, out, err = await replay_until_second(tmp_path, signal.SIGINT)
+    assert (status, err) == (130, b"")
     assert out.startswith(b"cut short: 1 of 60 requests had ended\n")
     assert b"1 answered, 0 failed" in out
     report = json.loads((tmp_path / "report.json").read_bytes())
     assert (report["cut_short"], report["policies"][0]["requests"]) == (True, 1)
     assert (tmp_path / "requests.jsonl").read_bytes().count(b"\n") == 1
+
+
+async def test_a_killed_replay_leaves_the_requests_that_had_ended(tmp_path: Path) -> None:
+    status, out, _ = await replay_until_second(tmp_path, signal.SIGKILL)
+    assert (status, out) == (-signal.SIGKILL, b"")
+    [row] = (tmp_path / "requests.jsonl").read_text().splitlines()
+    assert json.loads(row)["error"] is None
 
 
 def test_an_interrupted_simulation_says_nothing(tmp_path: Path) -> None:
