@@ -20,6 +20,7 @@ LENGTHS_KEPT = 256
 PROFILE_RENEWED_EVERY = 8    # answers
 LONGER_MIN = 3               # fewer answers that were longer say nothing
 LEAST_LEFT_RATIO = 0.25
+LENGTHS_FEW = 32             # until so many have ended it is the short ones that have
 
 
 class LengthProfile:
@@ -36,13 +37,19 @@ class LengthProfile:
 
     def left(self, generated: float, expected: int) -> float:
         """Tokens to come of an answer that has `generated` so many, of which `expected` were expected: the mean of
-        those that got longer. One that is bounded, or longer than what is known, has a share of it left at least."""
+        those that got longer. One that is bounded, or longer than what is known, has a share of it left at least.
+        While few lengths are known, one that goes on says that answers are longer than was thought: it has as much
+        left as was expected of it, or as it has generated."""
         if not self._sums:
             self._sort()
-        num_longer = len(self._lengths) - bisect_right(self._lengths, generated)
-        if num_longer >= LONGER_MIN and expected >= self.mean - 1:
-            return self._sums[num_longer] / num_longer - generated
-        left, least = expected - generated, LEAST_LEFT_RATIO * expected
+        least = LEAST_LEFT_RATIO * expected
+        if expected >= self.mean - 1:
+            num_longer = len(self._lengths) - bisect_right(self._lengths, generated)
+            if num_longer >= LONGER_MIN:
+                return self._sums[num_longer] / num_longer - generated
+            if len(self._lengths) < LENGTHS_FEW:
+                least = max(expected, generated)
+        left = expected - generated
         return left if left > least else least
 
     def all_left(self, generated: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -54,9 +61,11 @@ class LengthProfile:
             self._means = np.array(self._lengths, float), sums / np.maximum(np.arange(len(sums)), 1)
         lengths, means = self._means
         num_longer = len(lengths) - np.searchsorted(lengths, generated, side="right")
-        own = np.maximum(expected - generated, LEAST_LEFT_RATIO * expected)
-        is_known = (num_longer >= LONGER_MIN) & (expected >= self.mean - 1)
-        left: np.ndarray = np.where(is_known, means[num_longer] - generated, own)
+        is_unbounded, least = expected >= self.mean - 1, LEAST_LEFT_RATIO * expected
+        if len(lengths) < LENGTHS_FEW:
+            least = np.where(is_unbounded, np.maximum(expected, generated), least)
+        left: np.ndarray = np.where(is_unbounded & (num_longer >= LONGER_MIN), means[num_longer] - generated,
+                                    np.maximum(expected - generated, least))
         return left
 
     def _sort(self) -> None:
@@ -64,7 +73,7 @@ class LengthProfile:
         self._sums = [0, *accumulate(reversed(self._lengths))]
 
 
-UNKNOWN_LENGTHS = LengthProfile((), 0.0)
+UNKNOWN_LENGTHS = LengthProfile((), DEFAULT_OUTPUT_TOKENS)
 
 
 class OutputLength:

@@ -28,6 +28,7 @@ from loadtests.sim.sim_request import requests_of, scheme_of
 from loadtests.sim.sim_worker import WARM_UP_TOKENS
 from loadtests.sim.simulation import SimulationPlan, prepare, report_of, run_policy
 from loadtests.traces import Trace, TraceRequest, load_trace
+from loadtests.workloads import WORKLOADS
 from tests.support.simulated import TRACES, finished, story, trace_of
 from worker.core.block_pool import BlockPool
 from worker.core.sequence import Sequence, StopRule
@@ -227,6 +228,12 @@ def test_a_shortlist_changes_no_decision() -> None:
         assert (ours.endpoint_id, ours.matched_tokens) == (whole.endpoint_id, whole.matched_tokens)
         num_whole, num_narrowed = num_whole + len(given.endpoints), num_narrowed + len(narrowed)
     assert num_narrowed < num_whole / 3   # who waits for memory is not told apart before
+
+
+def test_before_the_first_answers_have_ended_nobody_waits_while_others_idle() -> None:
+    cluster = finished(WORKLOADS["llm_d"](60, 0), SimulationPlan(num_workers=200))
+    assert all(request.first_token_at is not None and request.first_token_at - request.arrives_at < 1.0
+               for request in cluster.requests)   # a pool holds one request at a time, for six seconds
 
 
 def test_a_step_costs_what_it_computes() -> None:

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.memory_wait import Occupancy, Stream, begins_in_s, held_blocks
+from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 
 PACE_S, TOKEN_S, NOW = 0.01, 0.001, 50.0
-streams = st.lists(st.builds(Stream, st.integers(50, 900), st.integers(0, 400), st.integers(1, 100),
+streams = st.lists(st.builds(Stream, st.integers(50, 900), st.integers(0, 400), st.integers(1, 300),
                              st.none() | st.floats(45.0, NOW)), max_size=8)
 free_tokens = st.integers(-2000, 1500)
 needed_tokens = st.integers(1, 2500)
@@ -27,8 +28,9 @@ def naive(given_streams: list[Stream], free: float, needed: float) -> float:
             free += stream.held_tokens
             line.append((stream.held_tokens - stream.output_tokens / 2, stream.held_tokens, stream))
         else:
-            left = stream.output_tokens - (NOW - stream.began_at) / PACE_S
-            ends.append((max(left, 0.25 * stream.output_tokens) * PACE_S, float(stream.held_tokens)))
+            expected, generated = stream.output_tokens, (NOW - stream.began_at) / PACE_S
+            least = 0.25 * expected if expected < DEFAULT_OUTPUT_TOKENS - 1 else max(expected, generated)
+            ends.append((max(expected - generated, least) * PACE_S, float(stream.held_tokens)))
     line.append((needed, needed, None))
     clock = computed = 0.0
     for least, held, stream in line:

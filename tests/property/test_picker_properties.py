@@ -14,6 +14,7 @@ from gateway.routing.cost import TIE_RATIO, TIE_S, CandidateCost, Rates, Work, c
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Stream
+from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision, pick
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefix_index import Match
@@ -157,3 +158,19 @@ def test_more_cache_never_costs_more_and_more_load_never_costs_less(
     assert total(longer_queue, match, load) >= base - slack
     assert total(view, match, load._replace(held_tokens=load.held_tokens + more)) >= base - slack
     assert total(replace(view, blocks_free=view.blocks_free + more), match, load) <= base + slack
+
+
+@given(st.floats(0, 20), st.sampled_from([None, 16, 4000]))
+def test_before_any_answer_has_ended_nobody_waits_for_a_full_pool_beside_an_idle_endpoint(
+        ago_s: float, max_tokens: int | None) -> None:
+    outputs, now = OutputLength(), 100.0
+    full, idle = (EndpointView(name, "1", block_size=64, prefill_tokens_per_s=28_000.0, decode_step_s=0.0057,
+                               blocks_total=130, blocks_free=free, num_running=running)
+                  for name, free, running in (("full", 0, 1), ("idle", 130, 0)))
+    running = Stream(8000, 8000, outputs.expected("m"), now - ago_s)
+    decision = pick(PickInput(
+        [full, idle], 7100, {"full": Match(93, 0)}, {"full": LoadView(1, 0, 8000, 1, 8000)}, now=now,
+        expected_output_tokens=outputs.expected("m", max_tokens), lengths=outputs.profile("m"), shared_ratio=0.5,
+        streams_of=lambda name: [running] * (name == "full")))
+    assert isinstance(decision, RoutingDecision)
+    assert decision.endpoint_id == "idle"

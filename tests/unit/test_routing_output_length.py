@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS, MODELS_MAX, LengthProfile, OutputLength
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.routing.output_length import (
+    DEFAULT_OUTPUT_TOKENS,
+    LENGTHS_FEW,
+    MODELS_MAX,
+    LengthProfile,
+    OutputLength,
+)
 
 
 def test_the_mean_follows_what_is_observed_and_max_tokens_bounds_it() -> None:
@@ -28,13 +38,21 @@ def test_models_beyond_the_bound_are_not_learned() -> None:
 
 
 def test_what_is_left_is_the_mean_of_those_that_got_longer() -> None:
-    profile = LengthProfile([10] * 5 + [100, 200, 300], 80.0)
-    assert profile.left(0, 80) == (50 + 600) / 8
+    profile = LengthProfile([10] * 45 + [100, 200, 300], 80.0)
+    assert profile.left(0, 80) == (450 + 600) / 48
     assert profile.left(50, 80) == 200 - 50
     assert profile.left(150, 80) == 20, "too few were longer: a share of what was expected"
     assert profile.left(20, 50) == 30, "bounded by its own max_tokens"
     assert profile.left(49, 50) == 12.5
-    assert LengthProfile((), 0.0).left(30, 100) == 70
+
+
+@pytest.mark.parametrize("few", [[], [10] * (LENGTHS_FEW - 1)])
+@given(generated=st.floats(0, 5000))
+def test_while_few_lengths_are_known_an_answer_that_goes_on_is_long(few: list[int], generated: float) -> None:
+    profile = LengthProfile(few, 128)
+    if not few or generated >= 10:
+        assert profile.left(generated, 128) == max(128, generated)
+    assert profile.left(generated, 50) == max(50 - generated, 12.5), "bounded by its own max_tokens"
 
 
 def test_a_profile_follows_what_is_observed() -> None:
@@ -43,4 +61,4 @@ def test_a_profile_follows_what_is_observed() -> None:
     for _ in range(300):
         lengths.observe("m", 1000)
     assert lengths.profile("m").left(900, lengths.expected("m")) == 100
-    assert lengths.profile("n").left(100, 128) == 32
+    assert lengths.profile("n").left(100, 128) == 128
