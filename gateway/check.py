@@ -23,6 +23,7 @@ import orjson
 
 from gateway.check_probe import (
     PROBE_TIMEOUT_S,
+    SILENCE_S,
     CallerMistake,
     EndpointError,
     ProbeResult,
@@ -30,7 +31,10 @@ from gateway.check_probe import (
     probe,
     probe_messages,
 )
-from worker.protocol.command_line import EXIT_FAILED, EXIT_USAGE, CommandParser
+from worker.protocol.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, CommandParser, print_result
+from worker.protocol.flag_values import base_address, bearer_token, finite_number
+
+PROG = "headstart check"
 
 LAPS_AT_ONCE_MAX = 4  # fresh prompts at once, per worker
 PROBE_ROUNDS = 8  # of fresh prompts before a worker counts as unreachable through the gateway
@@ -80,46 +84,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = asyncio.run(_run(args))
     except EndpointError as error:
-        print(f"headstart check: {error}", file=sys.stderr)
+        print(f"{PROG}: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, CallerMistake) else EXIT_FAILED
     except KeyboardInterrupt:
-        return 130
-    print(_as_json(report) if args.json else as_text(report))
-    return 0 if report.ok else 1
+        return EXIT_INTERRUPTED
+    status = print_result(PROG, _as_json(report) if args.json else as_text(report))
+    return status if report.ok else EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        "headstart check",
+        PROG,
         summary=__doc__.splitlines()[0] if __doc__ else "",
         example="headstart check http://127.0.0.1:8000 --json",
     )
-    parser.add_argument("url", metavar="URL", help="base address of a gateway or of any OpenAI-compatible endpoint")
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        type=base_address,
+        help="base address of a gateway or of any OpenAI-compatible endpoint",
+    )
     parser.add_argument("--model", help="model to ask (default: the first of /v1/models)")
     parser.add_argument(
         "--api-key",
+        type=bearer_token,
         default=os.environ.get("OPENAI_API_KEY"),
         help="sent as a bearer token (default: $OPENAI_API_KEY)",
     )
     parser.add_argument(
         "--admin-token",
+        type=bearer_token,
         default=os.environ.get("HEADSTART_ADMIN_TOKEN"),
         help="a headstart gateway's admin token (default: $HEADSTART_ADMIN_TOKEN)",
     )
     parser.add_argument("--admin-token-file", type=Path, help="file that holds it, as named by `headstart up`")
+    parser.add_argument(
+        "--timeout",
+        type=finite_number,
+        default=SILENCE_S,
+        metavar="S",
+        help=f"how long the endpoint may send nothing, before its first byte and between any (default {SILENCE_S:g})",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
 async def _run(args: argparse.Namespace) -> CheckReport:
-    url = args.url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise CallerMistake(f"'{args.url}' is not an address: write it as http://host:port")
-    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+    if args.timeout <= 0:
+        raise CallerMistake("--timeout should be above 0")
+    url, token = args.url, _admin_token(args)
+    timeout = aiohttp.ClientTimeout(total=max(PROBE_TIMEOUT_S, args.timeout), sock_connect=args.timeout,
+                                    sock_read=args.timeout)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         model = args.model or await _first_model(session, url, api_key=args.api_key)
         prober = _Prober(session=session, url=url, model=model, api_key=args.api_key)
-        workers = await _listed_workers(session, url, token=_admin_token(args))
+        workers = await _listed_workers(session, url, token=token)
         endpoint = await _check_endpoint(prober)
         rows = await _check_workers(prober, workers) if workers is not None else []
         return CheckReport(url=url, endpoint=endpoint, workers=rows)
@@ -128,10 +147,18 @@ async def _run(args: argparse.Namespace) -> CheckReport:
 def _admin_token(args: argparse.Namespace) -> str | None:
     if args.admin_token_file is None:
         return args.admin_token or None
+    named = f"--admin-token-file {args.admin_token_file}"
     try:
-        return str(args.admin_token_file.read_text().strip())
+        token = bearer_token(args.admin_token_file.read_text())
     except OSError as error:
-        raise CallerMistake(f"cannot read --admin-token-file {args.admin_token_file}: {error.strerror}") from error
+        raise CallerMistake(f"cannot read {named}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise CallerMistake(f"{named} is not text: is it the file that `headstart up` names?") from None
+    except argparse.ArgumentTypeError as error:
+        raise CallerMistake(f"{named} {error}") from error
+    if not token:
+        raise CallerMistake(f"{named} is empty: is it the file that `headstart up` names?")
+    return token
 
 
 async def _first_model(session: aiohttp.ClientSession, url: str, *, api_key: str | None) -> str:
@@ -151,8 +178,9 @@ async def _listed_workers(
 ) -> list[dict[str, Any]] | None:
     """The gateway's workers, or None when this is no headstart gateway or we may not ask it."""
     status, body = await fetch_json(session, f"{url}/admin/workers", token=token)
-    if status == 200 and isinstance(body, dict) and isinstance(body.get("workers"), list):
-        return list(body["workers"])
+    workers = body.get("workers") if isinstance(body, dict) else None
+    if status == 200 and isinstance(workers, list):
+        return [worker for worker in workers if isinstance(worker, dict) and "id" in worker]
     if status in (401, 403) and token:
         raise CallerMistake("the gateway refused the admin token: use the one in the file that `headstart up` names")
     return None
@@ -180,8 +208,10 @@ class _Prober:
 async def _check_endpoint(prober: _Prober) -> EndpointCheck:
     await prober.fresh_pair()  # the very first request also pays for warm-up, which is not what is asked here
     first, second = await prober.fresh_pair()
-    cached = second.cached_tokens
-    if cached:
+    cached, impossible = second.cached_tokens, first.impossible or second.impossible
+    if impossible:
+        detail = impossible
+    elif cached:
         faster = first.ttft_s / second.ttft_s if second.ttft_s > 0 else 1.0
         detail = (
             f"{cached} of {second.prompt_tokens} prompt tokens came from the cache; "
@@ -195,7 +225,7 @@ async def _check_endpoint(prober: _Prober) -> EndpointCheck:
         first_ttft_s=first.ttft_s,
         second_ttft_s=second.ttft_s,
         cached_tokens=cached,
-        ok=bool(cached),
+        ok=bool(cached) and not impossible,
         detail=detail,
     )
 
@@ -240,6 +270,8 @@ def verdict(worker: dict[str, Any], second: ProbeResult | None) -> WorkerCheck:
         return row(ok=False, detail=f"worker is {worker.get('state')}: {worker.get('detail') or 'see its log'}")
     if second is None:
         return row(ok=False, detail="no probe reached it through the gateway: is it overloaded or excluded?")
+    if second.impossible:
+        return row(ok=False, detail=second.impossible)
     if not second.cached_tokens:
         return row(ok=False, detail="the second request reported no cached tokens: is its prefix cache on?")
     if second.predicted_tokens != second.cached_tokens:

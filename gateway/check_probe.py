@@ -9,11 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http_exceptions import HttpProcessingError
+
+from worker.protocol.command_line import one_line
 
 PROBE_TIMEOUT_S = 300.0
+SILENCE_S = 60.0  # of a server, before it counts as one that does not answer
+SHOWN_CHARACTERS = 200
 PROBE_MAX_TOKENS = 4
 PROBE_SECTIONS = 18  # about 900 tokens in the tokenizers of today's models
 
@@ -37,6 +43,14 @@ class ProbeResult:
     predicted_tokens: int | None
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def impossible(self) -> str | None:
+        """What cannot be in its usage, if anything."""
+        cached, prompt = self.cached_tokens or 0, self.prompt_tokens
+        if cached >= 0 and (prompt is None or cached <= prompt):
+            return None
+        return f"its usage cannot be: {cached} cached of {'?' if prompt is None else prompt} prompt tokens"
+
 
 def probe_messages(nonce: str, question: str) -> list[dict[str, str]]:
     """A long system prompt that nobody has sent before (the nonce comes first) and a short question."""
@@ -56,8 +70,11 @@ async def fetch_json(session: aiohttp.ClientSession, url: str, *, token: str | N
         async with session.get(url, headers=headers) as response:
             raw = await response.read()
             status = response.status
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise EndpointError(f"{url} does not answer ({error}): is it running, and is this its address?") from error
+    except TimeoutError as error:
+        raise _too_late(url, session) from error
+    except (aiohttp.ClientError, OSError) as error:
+        reason = one_line(error)
+        raise EndpointError(f"{url} does not answer ({reason}): is it running, and is this its address?") from error
     try:
         return status, orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -91,8 +108,19 @@ async def probe(
                 reason = _message(await response.read())
                 raise EndpointError(f"{url}/v1/chat/completions answered {response.status}: {reason}")
             return await _read_stream(response, started)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise EndpointError(f"{url}/v1/chat/completions broke off ({error}): is the server running?") from error
+    except TimeoutError as error:
+        raise _too_late(f"{url}/v1/chat/completions", session) from error
+    except (aiohttp.ClientError, HttpProcessingError, OSError) as error:  # Http...: a line longer than aiohttp takes
+        reason = one_line(error)
+        raise EndpointError(f"{url}/v1/chat/completions broke off ({reason}): is the server running?") from error
+
+
+def _too_late(address: str, session: aiohttp.ClientSession) -> EndpointError:
+    silence_s, total_s = session.timeout.sock_read, session.timeout.total
+    return EndpointError(
+        f"{address} did not answer in time: it may be silent for {silence_s:g} s (--timeout) "
+        f"and take {total_s:g} s in all; is a worker stuck, or still loading?"
+    )
 
 
 async def _read_stream(response: aiohttp.ClientResponse, started: float) -> ProbeResult:
@@ -104,9 +132,9 @@ async def _read_stream(response: aiohttp.ClientResponse, started: float) -> Prob
         data = line[5:].strip()
         if data == b"[DONE]":
             break
-        chunk = orjson.loads(data)
-        if "error" in chunk:
-            raise EndpointError(f"the stream ended with an error: {chunk['error'].get('message', chunk['error'])}")
+        chunk = _chunk(data)
+        if chunk.get("error") is not None:
+            raise EndpointError(f"the stream ended with an error: {_reason(chunk, data)}")
         if ttft_s is None and any(_has_token(choice) for choice in chunk.get("choices") or []):
             ttft_s = time.perf_counter() - started
         usage = chunk.get("usage") or usage
@@ -118,9 +146,26 @@ async def _read_stream(response: aiohttp.ClientResponse, started: float) -> Prob
         prompt_tokens=_int(usage.get("prompt_tokens")),
         cached_tokens=_int(cached),
         worker_id=response.headers.get("x-headstart-worker"),
-        predicted_tokens=int(matched) if matched is not None and matched.isdigit() else None,
+        predicted_tokens=int(matched) if matched is not None and matched.isascii() and matched.isdigit() else None,
         headers=dict(response.headers),
     )
+
+
+def _chunk(data: bytes) -> dict[str, Any]:
+    """One event's data, of the shape that the rest relies on."""
+    try:
+        chunk = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        chunk = None
+    if not (
+        isinstance(chunk, dict)
+        and isinstance(chunk.get("usage"), dict | None)
+        and isinstance(chunk.get("choices"), list | None)
+        and all(isinstance(choice, dict) for choice in chunk.get("choices") or [])
+    ):
+        shown = data[:SHOWN_CHARACTERS].decode("utf-8", "replace")
+        raise EndpointError(f"a chunk of the stream is not a chat completion's: {shown}")
+    return chunk
 
 
 def _has_token(choice: dict[str, object]) -> bool:
@@ -136,7 +181,13 @@ def _int(value: object) -> int | None:
 
 def _message(raw: bytes) -> str:
     try:
-        parsed = orjson.loads(raw)
-        return str(parsed["error"]["message"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return raw[:200].decode("utf-8", "replace")
+        return _reason(orjson.loads(raw), raw)
+    except orjson.JSONDecodeError:
+        return raw[:SHOWN_CHARACTERS].decode("utf-8", "replace")
+
+
+def _reason(parsed: object, raw: bytes) -> str:
+    """The message of an error in OpenAI's shape; of another, its text."""
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else raw[:SHOWN_CHARACTERS].decode("utf-8", "replace")

@@ -17,6 +17,7 @@ from gateway import __version__
 
 EXIT_OK = 0
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):
@@ -46,7 +47,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status (0, 1 failed, 2 bad usage)."""
+    """Run one command; its exit status (0, 1 failed, 2 bad usage, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help", "help"):
@@ -63,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _mistake(f"`headstart {first}` needs the worker's packages; install them with: "
                         "pip install '.[worker]' in a clone of the project")
     module, _, function = command.target.partition(":")
-    status = getattr(importlib.import_module(module), function)(arguments[1:])
+    try:
+        status = getattr(importlib.import_module(module), function)(arguments[1:])
+    except KeyboardInterrupt:   # while its modules are still being read, or from a command that leaves it to us
+        return EXIT_INTERRUPTED
     assert isinstance(status, int)
     return status
 

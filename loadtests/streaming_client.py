@@ -12,10 +12,14 @@ from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http_exceptions import HttpProcessingError
+
+from worker.protocol.command_line import one_line
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 SHOWN_CHARACTERS = 300
+KIND_CHARACTERS = 60
 
 
 class AnswerError(Exception):
@@ -79,7 +83,9 @@ async def timed_stream(session: aiohttp.ClientSession, address: str, body: Mappi
     except aiohttp.ClientConnectorError as error:
         raise AnswerError(f"{address} cannot be reached: {error}", "not connected") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise AnswerError(f"{address} broke off: {error!r}", "broke off") from error
+        raise AnswerError(f"{address} broke off: {one_line(error)}", "broke off") from error
+    except HttpProcessingError as error:   # a line longer than aiohttp takes
+        raise AnswerError(f"{address}: {one_line(error)}", "bad chunk") from error
 
 
 def _refusal(address: str, status: int, raw: bytes) -> AnswerError:
@@ -88,7 +94,8 @@ def _refusal(address: str, status: int, raw: bytes) -> AnswerError:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         code = None
     shown = raw.decode("utf-8", "replace")[:SHOWN_CHARACTERS]
-    return AnswerError(f"{address} answered {status}: {shown}", f"{status} {code}" if code else str(status))
+    kind = f"{status} {code}"[:KIND_CHARACTERS] if code else str(status)
+    return AnswerError(f"{address} answered {status}: {shown}", kind)
 
 
 async def _read(response: aiohttp.ClientResponse, started: float) -> TimedAnswer:
@@ -104,42 +111,62 @@ async def _read(response: aiohttp.ClientResponse, started: float) -> TimedAnswer
         if data == b"[DONE]":
             done = True
             break
-        try:
-            chunk = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise AnswerError(f"a chunk is not JSON: {data[:SHOWN_CHARACTERS]!r}", "bad chunk") from error
-        if "error" in chunk:
-            raise AnswerError(f"the stream ended with an error: {chunk['error']}", "error in the stream")
+        chunk = _chunk(data)
+        if chunk.get("error") is not None:
+            raise AnswerError(f"the stream ended with an error: {str(chunk['error'])[:SHOWN_CHARACTERS]}",
+                              "error in the stream")
         choices = chunk.get("choices") or []
-        text = "".join(map(_text_of, choices))
+        text = "".join(_said(choice) or "" for choice in choices)
         pieces.append(text)
         if text or any(choice.get("token_ids") for choice in choices):
             token_at_s.append(now)
         usage = chunk.get("usage") or usage
     if not done:
         raise AnswerError("the stream ended without [DONE]", "no [DONE]")
-    details = usage.get("prompt_tokens_details")
+    prompt_tokens, cached_tokens, completion_tokens = _counts(usage)
     return TimedAnswer(
         token_at_s=tuple(token_at_s),
         total_s=time.perf_counter() - started,
         text="".join(pieces),
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None),
-        completion_tokens=_count(usage.get("completion_tokens")),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=completion_tokens,
         worker_id=response.headers.get("x-headstart-worker"),
         matched_tokens=_header_count(response.headers.get("x-headstart-matched-tokens")),
         tells_usage=bool(usage),
     )
 
 
-def _text_of(choice: dict[str, Any]) -> str:
+def _chunk(data: bytes) -> dict[str, Any]:
+    """One event's data, of the shape that the rest relies on."""
+    try:
+        chunk = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        chunk = None
+    if not (isinstance(chunk, dict) and isinstance(chunk.get("usage"), dict | None)
+            and isinstance(chunk.get("choices"), list | None)
+            and all(isinstance(choice, dict) and isinstance(_said(choice), str | None)
+                    for choice in chunk.get("choices") or [])):
+        raise AnswerError(f"a chunk is not a completion's: {data[:SHOWN_CHARACTERS].decode('utf-8', 'replace')}",
+                          "bad chunk")
+    return chunk
+
+
+def _said(choice: dict[str, Any]) -> Any:
     """Of a chat's chunk or a completion's."""
     delta = choice.get("delta")
-    return str((delta.get("content") if isinstance(delta, dict) else choice.get("text")) or "")
+    return delta.get("content") if isinstance(delta, dict) else choice.get("text")
 
 
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0
+def _counts(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """Tokens of the prompt, of those cached, and of the answer; what is not told is 0."""
+    details = usage.get("prompt_tokens_details")
+    prompt, answer = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    cached = (details.get("cached_tokens") if isinstance(details, dict) else None) or 0
+    if not all(type(count) is int for count in (prompt, cached, answer)) or answer < 0 or not 0 <= cached <= prompt:
+        told = f"its usage cannot be: {cached} cached of {prompt} prompt tokens, {answer} of output"
+        raise AnswerError(told[:SHOWN_CHARACTERS], "impossible usage")
+    return prompt, cached, answer
 
 
 def _header_count(text: str | None) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import random
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,25 @@ from typing import Any
 import orjson
 from xxhash import xxh3_64_intdigest
 
+from loadtests.trace_fields import (
+    BLOCK_SIZE_MAX,
+    OUTPUT_TOKENS_MAX,
+    PROMPT_TOKENS_MAX,
+    SUBAGENTS_DEEP_MAX,
+    block_ids,
+    block_runs,
+    listed,
+    objects,
+    offset_s,
+    output_tokens,
+    prompt_tokens,
+    refuse,
+    scaled_prompt,
+    text,
+    whole,
+    within_span,
+)
+
 MOONCAKE_BLOCK = 512
 MOONCAKE_STEP_S = 3.0   # its timestamps are rounded to steps of this
 TEXT_BLOCK = 16
@@ -24,6 +44,8 @@ CHARACTERS_PER_TOKEN = 4
 LENGTHS_BLOCK = 16
 SESSION_SPREAD_S = 3600.0
 ASSISTANT = "assistant"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceError(Exception):
@@ -104,7 +126,7 @@ def load_trace(path: Path, *, seed: int = 0, block_size: int | None = None) -> T
                          "'requests' with 'runs', 'messages', or 'turns' (see loadtests/README.md)")
     try:
         block, requests = _READERS[detected](_chained(first, lines), random.Random(seed), block_size)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path}:{reader.number}: does not fit the format '{detected}': {reason}") from None
     ordered = tuple(sorted(requests, key=lambda request: request.at_s))
@@ -124,11 +146,6 @@ def detect_format(line: dict[str, Any]) -> str | None:
     return "questions" if isinstance(line.get("turns"), list) else None
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's lines as objects; TraceError names the line that is none."""
-    return iter(_LineReader(path))
-
-
 class _LineReader:
     """A file's lines as objects, one after the other. `number` is that of the last one."""
 
@@ -141,16 +158,23 @@ class _LineReader:
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 for self.number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    value = orjson.loads(line)
-                    if not isinstance(value, dict):
-                        raise TraceError(f"{path}:{self.number}: each line should be a JSON object")
-                    yield value
+                    yield from self._parsed(line.removeprefix(BYTE_ORDER_MARK) if self.number == 1 else line)
+        except gzip.BadGzipFile:
+            raise TraceError(f"{path}: is not compressed by gzip: name it .jsonl, or compress it") from None
         except orjson.JSONDecodeError as error:
             raise TraceError(f"{path}:{self.number}: not JSON: {error.msg}") from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+    def _parsed(self, line: bytes) -> Iterator[dict[str, Any]]:
+        """Of an empty line nothing."""
+        if self.number == 1 and line.startswith(GZIP_MAGIC):
+            raise TraceError(f"{self._path}: is compressed by gzip: name it .jsonl.gz")
+        if line.strip():
+            value = orjson.loads(line)
+            if not isinstance(value, dict):
+                raise TraceError(f"{self._path}:{self.number}: each line should be a JSON object")
+            yield value
 
 
 def _chained(first: dict[str, Any], rest: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -161,24 +185,30 @@ def _chained(first: dict[str, Any], rest: Iterable[dict[str, Any]]) -> Iterator[
 def _read_mooncake(lines: Iterator[dict[str, Any]], draw: random.Random,
                    block_size: int | None) -> tuple[int, list[TraceRequest]]:
     """One request a line. The source rounds times to 3 s, so each is spread over its step at random."""
-    requests, block = [], block_size or MOONCAKE_BLOCK
+    requests: list[TraceRequest] = []
+    block, first_s = block_size or MOONCAKE_BLOCK, None
     for line in lines:
-        ids = line["hash_ids"]
-        # Another block size keeps the ids and shrinks the prompt, for models with a shorter context.
-        prompt = max(1, int(line["input_length"]) * block // MOONCAKE_BLOCK)
-        requests.append(TraceRequest(line["timestamp"] / 1000 + draw.uniform(0, MOONCAKE_STEP_S), prompt,
-                                     max(1, int(line["output_length"])), tuple(ids[:prompt // block])))
+        at_s = within_span(line, "timestamp", first_s, 1000)
+        first_s = at_s if first_s is None else first_s
+        length = prompt_tokens(line, "input_length")
+        ids = block_ids(line, "hash_ids", length, MOONCAKE_BLOCK)
+        prompt = scaled_prompt(length, MOONCAKE_BLOCK, block)
+        requests.append(TraceRequest(at_s + draw.uniform(0, MOONCAKE_STEP_S), prompt,
+                                     output_tokens(line, "output_length"), tuple(ids[:prompt // block])))
     return block, requests
 
 
 def _read_lengths(lines: Iterator[dict[str, Any]], draw: random.Random,
                   block_size: int | None) -> tuple[int, list[TraceRequest]]:
     """Times and lengths only: nothing is shared, every block has an id of its own."""
-    requests, block, next_id = [], block_size or LENGTHS_BLOCK, 0
+    requests: list[TraceRequest] = []
+    block, next_id, first_s = block_size or LENGTHS_BLOCK, 0, None
     for line in lines:
-        prompt = max(1, int(line["input_length"]))
+        at_s = within_span(line, "timestamp", first_s, 1000)
+        first_s = at_s if first_s is None else first_s
+        prompt = prompt_tokens(line, "input_length")
         num_blocks = prompt // block
-        requests.append(TraceRequest(line["timestamp"] / 1000, prompt, max(1, int(line["output_length"])),
+        requests.append(TraceRequest(at_s, prompt, output_tokens(line, "output_length"),
                                      tuple(range(next_id, next_id + num_blocks))))
         next_id += max(1, num_blocks)
     return block, requests
@@ -190,25 +220,29 @@ def _read_sessions(lines: Iterator[dict[str, Any]], draw: random.Random,
     requests: list[TraceRequest] = []
     own_block = block_size
     for line in lines:
-        source_block = int(line["block_size"])
+        source_block = whole(line, "block_size", 1, BLOCK_SIZE_MAX)
         block = own_block = own_block or source_block
         starts_at, session = draw.uniform(0, SESSION_SPREAD_S), str(line["id"])
         ids: dict[int, int] = {}
-        for at_s, entry in _flat(line["requests"], 0.0):
-            local = [first + step for first, count in entry["runs"] for step in range(count)]
-            prompt = max(1, int(entry["in"]) * block // source_block)
+        for at_s, entry in _flat(objects(line, "requests"), 0.0):
+            length = prompt_tokens(entry, "in")
+            local = block_runs(entry, "runs", length, source_block)
+            prompt = scaled_prompt(length, source_block, block)
             full = tuple(ids.setdefault(one, _named(session, one)) for one in local[:prompt // block])
-            requests.append(TraceRequest(starts_at + at_s, max(prompt, 1), max(1, int(entry["out"])), full, session))
+            requests.append(TraceRequest(starts_at + at_s, prompt, output_tokens(entry, "out"), full, session))
     return own_block or MOONCAKE_BLOCK, requests
 
 
-def _flat(entries: list[dict[str, Any]], offset_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+def _flat(entries: list[dict[str, Any]], began_s: float, deep: int = 0) -> Iterator[tuple[float, dict[str, Any]]]:
     """A session's requests with those of its sub-agents put in; theirs count from the marker."""
+    if deep > SUBAGENTS_DEEP_MAX:
+        raise ValueError(f"requests of sub-agents are nested more than {SUBAGENTS_DEEP_MAX} deep")
     for entry in entries:
+        at_s = began_s + offset_s(entry, "t")
         if entry.get("type") == "subagent":
-            yield from _flat(entry.get("requests", []), offset_s + entry["t"])
+            yield from _flat(objects(entry, "requests") if "requests" in entry else [], at_s, deep + 1)
         else:
-            yield offset_s + entry["t"], entry
+            yield at_s, entry
 
 
 def _read_conversations(lines: Iterator[dict[str, Any]], draw: random.Random,
@@ -218,8 +252,8 @@ def _read_conversations(lines: Iterator[dict[str, Any]], draw: random.Random,
     for number, line in enumerate(lines):
         said: list[Message] = []
         at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", number))
-        for message in line["messages"]:
-            turn = Message(message["role"], _text_of(message))
+        for message in objects(line, "messages"):
+            turn = Message(text(message["role"], "role"), _text_of(message))
             if turn.role == ASSISTANT:
                 requests.append(_text_request(said, turn.text, block, at_s=at_s, session=session))
                 at_s += draw.expovariate(1 / 10.0)
@@ -234,8 +268,8 @@ def _read_questions(lines: Iterator[dict[str, Any]], draw: random.Random,
     for number, line in enumerate(lines):
         said: list[Message] = []
         at_s, session = draw.uniform(0, SESSION_SPREAD_S), str(line.get("id", number))
-        for turn in line["turns"]:
-            said.append(Message("user", str(turn)))
+        for turn in listed(line, "turns"):
+            said.append(Message("user", text(turn, "turns")))
             requests.append(_text_request(said, answer, block, at_s=at_s, session=session))
             said.append(Message(ASSISTANT, answer))
             at_s += draw.expovariate(1 / 10.0)
@@ -243,8 +277,12 @@ def _read_questions(lines: Iterator[dict[str, Any]], draw: random.Random,
 
 
 def _text_of(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    calls = message.get("tool_calls")
+    """Parts of a content, and calls of tools, as JSON."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str | list | None):
+        refuse("content", "text, a list of parts, or null", content)
+    if not isinstance(calls, list | None):
+        refuse("tool_calls", "a list, or null", calls)
     return (content if isinstance(content, str) else orjson.dumps(content).decode() if content else "") + (
         orjson.dumps(calls, option=orjson.OPT_SORT_KEYS).decode() if calls else "")
 
@@ -253,9 +291,12 @@ def _text_request(said: list[Message], answer: str, block: int, *, at_s: float, 
     """A quarter of a token a character; a block's id is the hash of its characters."""
     prompt = "".join(f"<{message.role}>{message.text}" for message in said)
     width = block * CHARACTERS_PER_TOKEN
-    tokens = max(1, len(prompt) // CHARACTERS_PER_TOKEN)
+    tokens, answer_tokens = (max(1, len(written) // CHARACTERS_PER_TOKEN) for written in (prompt, answer))
+    if tokens > PROMPT_TOKENS_MAX or answer_tokens > OUTPUT_TOKENS_MAX:
+        raise ValueError(f"messages make a prompt of {tokens} tokens and an answer of {answer_tokens}; at most "
+                         f"{PROMPT_TOKENS_MAX} and {OUTPUT_TOKENS_MAX} are allowed")
     ids = tuple(_named(prompt[at:at + width], 0) for at in range(0, tokens // block * width, width))
-    return TraceRequest(at_s, tokens, max(1, len(answer) // CHARACTERS_PER_TOKEN), ids, session, tuple(said), answer)
+    return TraceRequest(at_s, tokens, answer_tokens, ids, session, tuple(said), answer)
 
 
 def _named(text: str, number: int) -> int:

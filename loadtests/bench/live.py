@@ -98,7 +98,7 @@ class Bench:
                 self.hits[arm].add(await checked(front, outcomes, sent.block_size))
         self.outcomes[arm].append(outcomes)
         result = self._figures(outcomes, arm)
-        _say(f"round {number} {arm:<34} p50 {result['ttft_p50_s']:.3f} p90 {result['ttft_p90_s']:.3f} "
+        _say(f"round {number} {arm:<34} p50 {result['ttft_p50_s'] or 0:.3f} p90 {result['ttft_p90_s'] or 0:.3f} "
              f"hits {result['hit_token_ratio'] or 0:.1%} late {result['late']} errors {result['errors']}")
 
     def _all_hits(self) -> HitCheck:
@@ -115,11 +115,12 @@ class Bench:
         each = [self._warm(outcomes, arm) for outcomes in rounds]
         first = [self._warm(outcomes, arm) for outcomes in self.outcomes[self.arms[0]]]
         by_round = [mine["ttft_p90_s"] / one["ttft_p90_s"] for mine, one in zip(first, each, strict=True)
-                    if one["ttft_p90_s"]]
+                    if mine["ttft_p90_s"] and one["ttft_p90_s"]]
         whole = self._figures(list(chain.from_iterable(rounds)), arm)
         return {**pooled, "from_the_start": {key: whole[key] for key in (*QUANTILES, "hit_token_ratio", "requests")},
                 "rounds": [{key: one[key] for key in (*QUANTILES, "hit_token_ratio")} for one in each],
-                "ours_over_it": {key: ours[key] / pooled[key] if pooled[key] else None for key in QUANTILES},
+                "ours_over_it": {key: ours[key] / pooled[key] if ours[key] and pooled[key] else None
+                                 for key in QUANTILES},
                 "ours_over_it_p90_by_round": by_round,
                 "ours_over_it_p90_median": statistics.median(by_round) if by_round else None,
                 "predicted_hits": self.hits[arm].as_dict() if arm in self.hits else None}
@@ -144,7 +145,8 @@ def as_table(report: dict[str, Any]) -> str:
              f"({report['load']:.0%} of saturation), {report['rounds']} rounds, commit {report['commit']}",
              f"{'':<34}{'p50':>8}{'p90':>8}{'p99':>8}  seconds{'hits':>9}{'load':>7}   ours / it, p90"]
     for arm in report["arms"]:
-        lines.append(f"{arm['policy']:<34}{arm['ttft_p50_s']:>8.3f}{arm['ttft_p90_s']:>8.3f}{arm['ttft_p99_s']:>8.3f}"
+        lines.append(f"{arm['policy']:<34}{arm['ttft_p50_s'] or 0:>8.3f}{arm['ttft_p90_s'] or 0:>8.3f}"
+                     f"{arm['ttft_p99_s'] or 0:>8.3f}"
                      f"{arm['hit_token_ratio'] or 0:>18.1%}{arm['max_mean_load'] or 0:>7.2f}"
                      f"{arm['ours_over_it']['ttft_p90_s'] or 0:>10.3f}   {arm['requests']} answered {arm['errors']}")
         if arm["predicted_hits"]:

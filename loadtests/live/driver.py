@@ -74,24 +74,26 @@ class Outcome:
 
 
 class Driver:
-    """Sends one trace to one target, once."""
+    """Sends one trace to one target, once. `keep` is given each outcome as soon as it is there."""
 
-    def __init__(self, target: Target, prompts: PromptMaker, pace: Pace, *, run_id: str) -> None:
+    def __init__(self, target: Target, prompts: PromptMaker, pace: Pace, *, run_id: str,
+                 keep: Callable[[Outcome], None] | None = None) -> None:
         self._target = target
         self._prompts = prompts
         self._pace = pace
         self._run_id = run_id
+        self._keep = keep
         self._last_turns: dict[str, asyncio.Task[Outcome]] = {}
         self._answers: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._places = asyncio.Semaphore(pace.open_max)
         self._began_at = 0.0
+        self._tasks: list[asyncio.Task[Outcome]] = []
 
     async def run(self, trace: Trace, progress: Callable[[int, int], None] | None = None) -> list[Outcome]:
         """Until every request has ended; in the trace's order."""
         first = trace.requests[0].at_s
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=self._pace.timeout_s)
-        tasks: list[asyncio.Task[Outcome]] = []
         async with (aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._target.headers) as http,
                     asyncio.TaskGroup() as group):
             self._began_at = time.perf_counter()
@@ -103,10 +105,14 @@ class Driver:
                 before = self._last_turns.get(request.session)
                 task = group.create_task(self._turn(http, index, request, due_s, before=before))
                 task.add_done_callback(count)
-                tasks.append(task)
+                self._tasks.append(task)
                 if self._pace.real_answers and request.messages:
                     self._last_turns[request.session] = task
-        return [task.result() for task in tasks]
+        return self.ended()
+
+    def ended(self) -> list[Outcome]:
+        """Of the requests that have ended by now, also where the run was cancelled; in the trace's order."""
+        return [task.result() for task in self._tasks if task.done() and not task.cancelled()]
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_at
@@ -121,6 +127,8 @@ class Driver:
             outcome = await self._ask(http, index, request, due_s)
         finally:
             self._places.release()
+        if self._keep is not None:
+            self._keep(outcome)
         if self._pace.real_answers and request.messages and outcome.answer is not None:
             self._answers[request.session][len(request.messages)] = outcome.answer.text
         return outcome

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from loadtests.live.driver import LATE_S, Outcome
-from loadtests.sim.metrics import CacheBounds, quantile
+from loadtests.sim.metrics import CacheBounds, mean, quantile
 from loadtests.streaming_client import TimedAnswer
 
 ERROR_KINDS_MAX = 32
 
 
 def result_of(outcomes: Sequence[Outcome], bounds: CacheBounds, label: str) -> dict[str, Any]:
-    """One entry of `policies`. Figures of answered requests; a count that no answer told is None."""
+    """One entry of `policies`. Figures of answered requests; None where there is nothing to tell."""
     well = [outcome for outcome in outcomes if outcome.answer is not None]
     ttft = sorted(outcome.ttft_s for outcome in well if outcome.ttft_s is not None)
     gaps = sorted(gap for outcome in well for gap in outcome.gaps_s)
@@ -26,16 +26,16 @@ def result_of(outcomes: Sequence[Outcome], bounds: CacheBounds, label: str) -> d
     prompt, cached = sum(one.prompt_tokens for one in told), sum(one.cached_tokens for one in told)
     span_s = max((outcome.due_s + outcome.total_s for outcome in outcomes), default=0.0)
     return {
-        "policy": label, "ttft_mean_s": _mean(ttft), "ttft_p50_s": quantile(ttft, 0.5),
+        "policy": label, "ttft_mean_s": mean(ttft), "ttft_p50_s": quantile(ttft, 0.5),
         "ttft_p90_s": quantile(ttft, 0.9), "ttft_p95_s": quantile(ttft, 0.95), "ttft_p99_s": quantile(ttft, 0.99),
-        "ttft_max_s": ttft[-1] if ttft else 0.0, "hit_token_ratio": cached / prompt if prompt else None,
+        "ttft_max_s": quantile(ttft, 1.0), "hit_token_ratio": cached / prompt if prompt else None,
         "ideal_hit_token_ratio": bounds.infinite_ratio, "max_mean_load": _max_mean_load(told),
         "requests": len(well), "failed": len(outcomes) - len(well), "errors": errors_of(outcomes),
         "first_of_errors": first_of_errors(outcomes),
         "prompt_tokens": prompt, "cached_tokens": cached,
         "completion_tokens": sum(one.completion_tokens for one in told), "told_usage": len(told),
         "inter_token_p50_s": quantile(gaps, 0.5), "inter_token_p99_s": quantile(gaps, 0.99),
-        "inter_token_max_s": gaps[-1] if gaps else 0.0, "request_mean_s": _mean(whole),
+        "inter_token_max_s": quantile(gaps, 1.0), "request_mean_s": mean(whole),
         "request_p99_s": quantile(whole, 0.99), "late": sum(outcome.late_s > LATE_S for outcome in outcomes),
         "latest_s": max((outcome.late_s for outcome in outcomes), default=0.0), "span_s": span_s,
         "prediction": prediction_of(outcomes)}
@@ -67,7 +67,7 @@ def prediction_of(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
         return None
     return {"compared": len(errors), "equal": sum(error == 0 for error in errors),
             "too_much": sum(error < 0 for error in errors), "too_little": sum(error > 0 for error in errors),
-            "mean_absolute_tokens": _mean([float(abs(error)) for error in errors])}
+            "mean_absolute_tokens": mean([float(abs(error)) for error in errors])}
 
 
 def num_workers_of(outcomes: Sequence[Outcome]) -> int | None:
@@ -83,7 +83,3 @@ def _max_mean_load(answers: Sequence[TimedAnswer]) -> float | None:
         if answer.worker_id is not None:
             computed[answer.worker_id] += answer.computed_tokens + answer.completion_tokens
     return max(computed.values()) * len(computed) / sum(computed.values()) if computed.total() else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

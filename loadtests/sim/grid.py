@@ -17,6 +17,7 @@ from loadtests.sim.simulation import SimulationPlan, prepare, run_policy
 from loadtests.traces import Trace
 
 JUDGED = ("ttft_p50_s", "ttft_p99_s", "ttft_mean_s")
+SUMMED = ("requests", "failed", "preemptions")
 LOAD_BALANCED = 1.15   # the goal for hits counts where load without replication is below this
 
 
@@ -51,6 +52,8 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
                 blocks_per_worker: int) -> dict[str, Any]:
     """Means and verdicts of a cell, from policy to result for each seed."""
     plan, policies = cell.plan, list(by_seed[0])
+    is_judged = len(policies) > 1 and all(result[key] is not None for results in by_seed
+                                          for result in results.values() for key in JUDGED)
     return {"trace": trace_name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
             "gateways": plan.num_gateways, "shared_ledger": plan.shared_ledger,
             "event_loss_ratio": plan.event_loss_ratio, "restart_storm": plan.restart_storm,
@@ -58,7 +61,7 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
             "cores_per_machine": plan.cores_per_machine,
             "seed": plan.seed, "seeds": len(by_seed), "requests": requests, "blocks_per_worker": blocks_per_worker,
             "policies": [_mean_of([results[policy] for results in by_seed]) for policy in policies],
-            "verdicts": {key: verdict(by_seed, key) for key in JUDGED} if len(policies) > 1 else {}}
+            "verdicts": {key: verdict(by_seed, key) for key in JUDGED} if is_judged else {}}
 
 
 def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[str, Any]:
@@ -67,9 +70,13 @@ def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[s
 
 
 def _mean_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds; requests and failures are sums."""
+    """Means over seeds; requests and failures are sums. None where a seed has none."""
     rows: list[dict[str, Any]] = [PolicyResult(**result).as_dict() for result in results]
-    first = rows[0]
-    sums = {key: sum(row[key] for row in rows) for key, value in first.items() if not isinstance(value, str)}
-    return {key: value if isinstance(value, str) else sums[key] if key in ("requests", "failed", "preemptions")
-            else sums[key] / len(results) for key, value in first.items()}
+    return {key: value if isinstance(value, str) else _over_seeds(key, [row[key] for row in rows])
+            for key, value in rows[0].items()}
+
+
+def _over_seeds(key: str, values: Sequence[Any]) -> Any:
+    if None in values:
+        return None
+    return sum(values) if key in SUMMED else sum(values) / len(values)

@@ -50,11 +50,16 @@ def summary(report: dict[str, Any]) -> list[str]:
     return [*lines, "A question mark: the interval holds 1."]
 
 
-def write_grid(report: dict[str, Any], folder: Path) -> None:
-    """Into `folder`, made if need be. The plot only where matplotlib is installed."""
+def write_figures(report: dict[str, Any], folder: Path) -> None:
+    """report.json and table.md: quick enough for after every cell."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     (folder / "table.md").write_text(as_table(report) + "\n")
+
+
+def write_grid(report: dict[str, Any], folder: Path) -> None:
+    """Into `folder`, made if need be. The plots only where matplotlib is installed."""
+    write_figures(report, folder)
     if importlib.util.find_spec("matplotlib") is not None:
         from loadtests.plots import draw_ratios
 
@@ -68,9 +73,14 @@ def _line(cell: dict[str, Any]) -> str:
     ours = next((policy for policy in cell["policies"] if policy["policy"] == "headstart"), cell["policies"][0])
     best = ours["one_cache_hit_token_ratio"]
     ratios = [_ratio(cell["verdicts"].get(key)) for key in JUDGED]
-    hits = f"{ours['hit_token_ratio'] / best:.0%}" if best else "-"
-    return " | ".join([f"| {name_of(cell)}", f"{ours['ttft_p50_s']:.3f}", f"{ours['ttft_p99_s']:.3f}", *ratios, hits,
+    hits = f"{ours['hit_token_ratio'] / best:.0%}" if best and ours["hit_token_ratio"] is not None else "-"
+    times = [_seconds(ours[key]) for key in ("ttft_p50_s", "ttft_p99_s")]
+    return " | ".join([f"| {name_of(cell)}", *times, *ratios, hits,
                        f"{ours['max_mean_load']:.2f}, {_time(ours)} |"])
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _time(ours: dict[str, Any]) -> str:

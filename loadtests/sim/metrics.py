@@ -21,23 +21,23 @@ REFERENCE_STREAMS = 32   # that share a decode step, when saturation is computed
 class PolicyResult:
     """Seconds, tokens and ratios of one policy. `max_mean_load`: positions computed by the busiest worker against
     the mean; `max_mean_requests` the same by requests, `max_mean_busy` by seconds in which a worker computed.
-    `failed` requests fit no worker and count nowhere else."""
+    `failed` requests fit no worker and count nowhere else. None: of nothing, where all failed."""
 
     policy: str
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    ttft_p95_s: float
-    ttft_p99_s: float
-    ttft_max_s: float
-    hit_token_ratio: float
+    ttft_mean_s: float | None
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p95_s: float | None
+    ttft_p99_s: float | None
+    ttft_max_s: float | None
+    hit_token_ratio: float | None
     ideal_hit_token_ratio: float
     max_mean_load: float
     requests: int
     failed: int
     one_cache_hit_token_ratio: float
-    request_mean_s: float
-    request_p99_s: float
+    request_mean_s: float | None
+    request_p99_s: float | None
     max_mean_requests: float
     preemptions: int
     busy_ratio: float
@@ -74,13 +74,13 @@ def result_of(cluster: Cluster, policy: str, bounds: CacheBounds) -> PolicyResul
         counted[request.worker_id] += 1
     span_s = cluster.clock.now
     return PolicyResult(
-        policy=policy, ttft_mean_s=_mean(ttft), ttft_p50_s=quantile(ttft, 0.5), ttft_p90_s=quantile(ttft, 0.9),
-        ttft_p95_s=quantile(ttft, 0.95), ttft_p99_s=quantile(ttft, 0.99), ttft_max_s=ttft[-1] if ttft else 0.0,
-        hit_token_ratio=sum(request.cached_tokens for request in done) / max(1, prompt),
+        policy=policy, ttft_mean_s=mean(ttft), ttft_p50_s=quantile(ttft, 0.5), ttft_p90_s=quantile(ttft, 0.9),
+        ttft_p95_s=quantile(ttft, 0.95), ttft_p99_s=quantile(ttft, 0.99), ttft_max_s=quantile(ttft, 1.0),
+        hit_token_ratio=sum(request.cached_tokens for request in done) / prompt if prompt else None,
         ideal_hit_token_ratio=bounds.infinite_ratio,
         max_mean_load=_max_mean(list(computed.values())),
         requests=len(done), failed=len(cluster.requests) - len(done),
-        one_cache_hit_token_ratio=bounds.one_cache_ratio, request_mean_s=_mean(whole),
+        one_cache_hit_token_ratio=bounds.one_cache_ratio, request_mean_s=mean(whole),
         request_p99_s=quantile(whole, 0.99), max_mean_requests=_max_mean(list(counted.values())),
         max_mean_busy=_max_mean(list(busy_s.values())),
         preemptions=sum(worker.scheduler.counters.preemptions for worker in workers + retired),
@@ -111,9 +111,14 @@ def saturation_rate(trace: Trace, model: CostModel, *, num_workers: float, token
     return num_workers * len(trace.requests) / seconds
 
 
-def quantile(ordered: list[float], share: float) -> float:
-    """Of an ascending list, the nearest rank; 0 of an empty one."""
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))] if ordered else 0.0
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Of an ascending list, the nearest rank; None of an empty one."""
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))] if ordered else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return sum(values) / len(values) if values else None
 
 
 def _hit_tokens(trace: Trace, num_blocks: int | None) -> int:
@@ -131,10 +136,6 @@ def _hit_tokens(trace: Trace, num_blocks: int | None) -> int:
         while num_blocks is not None and len(held) > num_blocks:
             held.popitem(last=False)
     return num_tokens
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _max_mean(values: Sequence[float]) -> float:

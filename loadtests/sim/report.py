@@ -6,6 +6,7 @@ Owns the layout. It must never compute a figure that is not in the report.
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def as_table(report: dict[str, Any]) -> str:
             f"as all {report['policies'][0]['one_cache_hit_token_ratio']:.1%}; seconds\n")
     titles = " ".join(f"{title:<{width}}" if kind == "s" else f"{title:>{width}}"
                       for title, _, width, kind in COLUMNS)
-    rows = [_row(policy) for policy in sorted(report["policies"], key=lambda policy: float(policy["ttft_p99_s"]))]
+    rows = [_row(policy) for policy in sorted(report["policies"], key=_tail)]
     return "\n".join([head, titles, *rows])
 
 
@@ -36,14 +37,18 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     (folder / "table.md").write_text(f"```\n{as_table(report)}\n```\n")
-    if importlib.util.find_spec("matplotlib") is not None:
+    if importlib.util.find_spec("matplotlib") is not None and all(map(math.isfinite, map(_tail, report["policies"]))):
         from loadtests.plots import draw_simulation
 
         draw_simulation(report, folder / "ttft.png")
 
 
+def _tail(policy: dict[str, Any]) -> float:
+    return math.inf if policy["ttft_p99_s"] is None else float(policy["ttft_p99_s"])
+
+
 def _row(policy: dict[str, Any]) -> str:
-    best = policy["one_cache_hit_token_ratio"]
-    values = {**policy, "": policy["hit_token_ratio"] / best if best else 1.0}
-    return " ".join(f"{values[key]:<{width}}" if kind == "s" else f"{values[key]:>{width}{kind}}"
-                    for _, key, width, kind in COLUMNS)
+    best, hits = policy["one_cache_hit_token_ratio"], policy["hit_token_ratio"]
+    values = {**policy, "": None if hits is None else hits / best if best else 1.0}
+    return " ".join(f"{values[key]:<{width}}" if kind == "s" else f"{'-':>{width}}" if values[key] is None
+                    else f"{values[key]:>{width}{kind}}" for _, key, width, kind in COLUMNS)

@@ -17,6 +17,8 @@ from loadtests.sim.policies import POLICIES
 from loadtests.traces import Trace
 
 HEADROOM_BLOCKS = 2   # beside the longest sequence, the least a worker has
+POOL_BLOCKS_MAX = 20_000_000   # of all workers: above a gigabyte of counts and lists
+WORKER_SECONDS_MAX = 200_000_000.0   # simulated: gateways look at each worker every second, busy or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,20 @@ def prepare(trace: Trace, plan: SimulationPlan) -> Prepared:
     longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
     share = plan.capacity * trace.num_distinct_blocks() / plan.num_workers
     per_worker = max(int(share), -(-longest // trace.block_size) + HEADROOM_BLOCKS)
+    if per_worker * plan.num_workers > POOL_BLOCKS_MAX:
+        raise ValueError(f"{plan.num_workers} workers of {per_worker} blocks each are more than the "
+                         f"{POOL_BLOCKS_MAX} blocks that can be simulated: give a smaller --capacity, fewer "
+                         f"--workers, or leave out the longest request, of {longest} tokens")
     bounds = cache_bounds(trace, per_worker * plan.num_workers)
     if plan.load is not None:
         saturation = saturation_rate(trace, plan.model, num_workers=plan.at_work_max,
                                      tokens_per_worker=per_worker * trace.block_size,
                                      hit_ratio=bounds.one_cache_ratio)
         trace = trace.at_rate(plan.load * saturation)
+    if not trace.span_s * plan.num_workers <= WORKER_SECONDS_MAX:   # nor nan, of a rate that is nearly none
+        raise ValueError(f"{plan.num_workers} workers for {trace.span_s:.0f} s are more than the "
+                         f"{WORKER_SECONDS_MAX:.0f} worker-seconds that can be simulated: give a higher --load, or "
+                         "fewer --requests or --workers")
     settings = ClusterSettings(num_workers=plan.num_workers, blocks_per_worker=per_worker, model=plan.model,
                                num_gateways=plan.num_gateways, seed=plan.seed, event_delay_s=plan.event_delay_s,
                                event_loss_ratio=plan.event_loss_ratio, coalesce=plan.coalesce,

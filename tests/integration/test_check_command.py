@@ -20,7 +20,9 @@ OTHER_TEMPLATE = (
 
 def check(url: str, *arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "gateway.cli", "check", url, *arguments], capture_output=True, text=True, timeout=240
+        # A machine with much else to do may let a prompt wait for longer than the 60 s of the default.
+        [sys.executable, "-m", "gateway.cli", "check", url, "--timeout", "240", *arguments],
+        capture_output=True, text=True, timeout=240,
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -61,13 +61,43 @@ def test_a_table_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of one cache" in capsys.readouterr().out
 
 
+def test_the_traces_own_times_may_be_one_of_several_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([TRACE, "--requests", "5", "--load", "recorded,80", "--json"]) == 0
+    assert [cell["load"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [None, 0.8]
+
+
+@pytest.mark.parametrize(("lines", "arguments", "says"), [
+    ([(0, 10_000_000)], ["--workers", "64"], "smaller --capacity"),
+    ([(0, 100), (200_000_000_000, 100)], ["--load", "recorded"], "give a higher --load")])
+def test_what_would_eat_the_machine_is_refused(lines: list[tuple[int, int]], arguments: list[str], says: str,
+                                               tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"timestamp": at, "input_length": length, "output_length": 1}) + "\n"
+                             for at, length in lines))
+    with pytest.raises(SystemExit) as stopped:
+        main([str(trace), *arguments])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["absent.jsonl"], "neither a file nor one of the workloads"), ([TRACE, "--policy", "fastest"], "unknown policy"),
     ([TRACE, "--workers", "0"], "--workers"), ([TRACE, "--load", "-1"], "--load"),
     ([TRACE, "--load", "x"], "--load should be numbers"),
     ([TRACE, "--seeds", "0"], "--seeds"),
+    ([TRACE, "--load", "nan"], "--load should be numbers"), ([TRACE, "--load", "80,inf"], "--load should be numbers"),
+    ([TRACE, "--load", "1e-300"], "give a higher --load"),
+    ([TRACE, "--capacity", "nan"], "--capacity should be numbers"), ([TRACE, "--capacity", "1e12"], "--capacity"),
+    ([TRACE, "--event-delay", "nan"], "--event-delay"), ([TRACE, "--event-loss", "nan"], "--event-loss"),
+    ([TRACE, "--workers", "1000000000"], "--workers"), ([TRACE, "--gateways", "1000000000"], "--gateways"),
+    ([TRACE, "--block-size", "1000000000"], "--block-size"),
+    (["llm_d", "--requests", "1000000000000"], "--requests"),
     ([TRACE, "--event-loss", "1"], "--event-loss"), ([TRACE, "--model", "gpt"], "unknown model"),
-    ([TRACE, "--model", "http://127.0.0.1:9"], "GET /kv"), ([TRACE, "--requests", "0"], "--requests")])
+    ([TRACE, "--model", "http://127.0.0.1:9"], "GET /kv"),
+    ([TRACE, "--model", "http://u:p@127.0.0.1:9"], "--model holds a user name or password"),
+    ([TRACE, "--requests", "0"], "--requests")])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], says: str,
                                           capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

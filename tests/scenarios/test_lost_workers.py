@@ -54,7 +54,7 @@ CASES = [
     Case("it half-closes the connection in mid-stream", Cut(IN_THE_MIDDLE, "half-close"), moved=1),
     Case("it ends the body without [DONE]", Cut(IN_THE_MIDDLE, "finish"), moved=1),
     Case("it falls silent in mid-stream", Cut(IN_THE_MIDDLE, "silence"), moved=1,
-         settings={"chunk_gap_timeout_s": 0.5}),
+         settings={"chunk_gap_timeout_s": 3.0}),  # a busy machine keeps quiet for half a second by itself
     Case("it writes garbage in mid-stream", Cut(IN_THE_MIDDLE, "garbage"), moved=1),
     Case("it writes garbage instead of an answer", Cut(AT_ONCE, "garbage"), retried=1),
     # A kept connection that ends without a byte is replaced by a fresh one, unnoticed.

@@ -22,6 +22,7 @@ T = TypeVar("T")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -79,3 +80,22 @@ def exit_with_problems(prog: str, lines: Sequence[str]) -> NoReturn:
     """Each problem on its own line, exit 2."""
     sys.stderr.write("".join(f"{prog}: {line}\n" for line in lines))
     raise SystemExit(EXIT_USAGE)
+
+
+def print_result(prog: str, text: str) -> int:
+    """A command's result to stdout: 0, or 1 and one line where it cannot be written."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What could not be written is still in the buffer, and would be a traceback at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"{prog}: cannot write the result to stdout: {error.strerror}\n")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, or its kind where it says nothing. Never its repr: that of an HTTP client's error holds the
+    request's headers, and so a key."""
+    return " ".join(str(error).split()) or type(error).__name__
