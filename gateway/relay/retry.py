@@ -93,14 +93,14 @@ Choose = Callable[[frozenset[str], "AttemptFailed | None"], "Attempt | None"]
 async def first_answer(upstream: Upstream, attempt: Attempt, *, timeout_s: float,
                        timeout_reason: str = TIMEOUT) -> FirstAnswer:
     """Send to one worker and await its first body bytes; AttemptFailed when the answer is not one for the client."""
-    worker_id = attempt.endpoint_id
     try:
         async with _Lookout(attempt, timeout_s, timeout_reason):
             response, chunk = await _open(upstream, attempt)
     except UpstreamFailure as failure:
-        lost = errors.worker_failed(f"Worker {worker_id} could not be reached ({failure.kind.value}).")
+        # Where workers are is for the header that may say so, and for the log.
+        lost = errors.worker_failed(f"The worker could not be reached ({failure.kind.value}).")
         raise AttemptFailed(failure.kind.value, lost, same_worker=failure.kind is FailureKind.RESET) from failure
-    return await _judge(worker_id, response, chunk)
+    return await _judge(response, chunk)
 
 
 class _Lookout:
@@ -132,12 +132,13 @@ class _Lookout:
             raise self._failure
 
     def _look(self) -> None:
-        worker_id, left_s = self._attempt.endpoint_id, self._due_at - self._loop.time()
+        left_s = self._due_at - self._loop.time()
         if left_s <= 0:
-            self._failure = AttemptFailed(self._timeout_reason, errors.worker_timeout(
-                f"Worker {worker_id} sent nothing for {self._timeout_s:g} s."), retryable=False)
+            what = ("The deadline of this request (x-request-deadline-ms) came before the answer"
+                    if self._timeout_reason == DEADLINE else f"The worker sent nothing for {self._timeout_s:g} s")
+            self._failure = AttemptFailed(self._timeout_reason, errors.worker_timeout(f"{what}."), retryable=False)
         elif self._attempt.is_lost():
-            self._failure = AttemptFailed("unready", errors.worker_failed(f"Worker {worker_id} stopped answering."))
+            self._failure = AttemptFailed("unready", errors.worker_failed("The worker stopped answering."))
         else:
             self._timer = self._loop.call_later(min(LOST_LOOK_S, left_s), self._look)
             return
@@ -153,7 +154,7 @@ async def _open(upstream: Upstream, attempt: Attempt) -> Opened:
         raise
 
 
-async def _judge(worker_id: str, response: UpstreamResponse, chunk: bytes) -> FirstAnswer:
+async def _judge(response: UpstreamResponse, chunk: bytes) -> FirstAnswer:
     status = response.status
     if 200 <= status < 300 and chunk:
         return FirstAnswer(response, chunk)
@@ -163,14 +164,14 @@ async def _judge(worker_id: str, response: UpstreamResponse, chunk: bytes) -> Fi
         if status in (401, 403):
             # No credential of the client's goes to a worker, so this is between the worker and us.
             raise AttemptFailed("refused", errors.worker_failed(
-                f"Worker {worker_id} refused the gateway: give both the same HEADSTART_WORKER_TOKEN or api_key."))
+                "The worker refused the gateway: give both the same HEADSTART_WORKER_TOKEN or api_key."))
         if status == 429:
             raise AttemptFailed("busy", await _read_refusal(response, chunk))
         if status == 503:
             raise AttemptFailed("unavailable", errors.no_worker(
-                f"Worker {worker_id} is not taking requests yet; try again shortly."))
+                "The worker is not taking requests yet; try again shortly."))
         what = "an empty answer" if status < 300 else f"status {status}"
-        raise AttemptFailed("worker_error", errors.worker_failed(f"Worker {worker_id} failed ({what})."))
+        raise AttemptFailed("worker_error", errors.worker_failed(f"The worker failed ({what})."))
     finally:
         response.close()
 

@@ -168,6 +168,7 @@ async def test_a_worker_that_does_not_begin_before_the_deadline_is_given_up(star
     held = await start()
     late = await held.gateway.chat("one", headers={"x-request-deadline-ms": "300"})
     assert (late.status, late.error["code"]) == (504, "worker_timeout")
+    assert "x-request-deadline-ms" in late.error["message"]
 
 
 async def test_what_would_miss_the_slo_is_shed_before_it_costs_anything(start: Any) -> None:

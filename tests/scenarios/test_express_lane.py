@@ -217,6 +217,7 @@ async def test_a_long_wait_is_handed_over_and_goes_on() -> None:
         stub.next_behaviours.append(never_answer)
         found = await client.ask(chat("too long"))
         assert found.split(b" ", 2)[1] == b"504"
+        assert b"The worker sent nothing for 0.5 s" in found, "and not which: --expose-routing may be off"
         assert await counted(gateway, "handed_over") == 1
         stub.next_behaviours.append(never_answer)
         late = await client.ask(chat("too late", headers="x-request-deadline-ms: 300\r\n"))
