@@ -33,14 +33,15 @@ def static_workers(specs: Iterable[WorkerSpec]) -> tuple[DiscoveredWorker, ...]:
     """The configured workers, checked; DiscoveryError for a bad URL, an unreadable CA file, or an id or a URL used
     twice."""
     workers = tuple(_worker(spec) for spec in specs)
-    seen: dict[str, str] = {}
+    ids, by_url = set[str](), dict[str, str]()
     for worker in workers:
-        if worker.endpoint_id in seen.values():
+        if worker.endpoint_id in ids:
             raise DiscoveryError(f"two workers are called {worker.endpoint_id!r}: give each its own URL or worker_id")
-        if worker.url in seen:  # its places and its load would be counted twice
-            raise DiscoveryError(f"{seen[worker.url]!r} and {worker.endpoint_id!r} are one worker, {worker.url}: "
+        if worker.url in by_url:  # its places and its load would be counted twice
+            raise DiscoveryError(f"{by_url[worker.url]!r} and {worker.endpoint_id!r} are one worker, {worker.url}: "
                                  "leave one of them out")
-        seen[worker.url] = worker.endpoint_id
+        ids.add(worker.endpoint_id)
+        by_url[worker.url] = worker.endpoint_id
     return workers
 
 
