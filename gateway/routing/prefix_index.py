@@ -78,12 +78,11 @@ class PrefixIndex:
         shift = 0 if tier == "gpu" and not group else self._lanes.shift(tier, group)
         if self._unplaced.by_first:
             self._unplaced.meet(claims, hashes, parent)
-        is_new = not tree.find(hashes[0])
-        if is_new and len(hashes) == 1 and not shift:  # a decoding engine's events
-            self._holdings.append_one(claims, start, hashes[0])
-            claims.num_confirmed += 1
+        if len(hashes) == 1 and not shift and self._holdings.append_one(claims, start, hashes[0]):
+            claims.num_confirmed += 1   # a decoding engine's events
             self._settle(1)
             return 1
+        is_new = not tree.find(hashes[0])
         bits = claims.bits if self._lanes.fast >> shift & 1 else claims.confirmed_bit | claims.any_bit
         known, is_cut = tree.known(start, hashes) if not is_new else ([], False)
         num_stored = len(known)
@@ -104,6 +103,33 @@ class PrefixIndex:
         if num_stored == len(known):
             tree.touch(last)
         self._settle(len(hashes))
+        return num_stored
+
+    def store_next(self, endpoint_id: str, parent: int, block_hash: int) -> bool:
+        """store() of one block in the first lane, behind one that the endpoint holds, as it comes from a decoding
+        stream; False, and nothing done, where it is known, its parent is not held or a bet is on it."""
+        claims = self._roster.by_id.get(endpoint_id)
+        start = self._tree.find(parent)
+        if (claims is None or not start or block_hash in self._unplaced.by_first
+                or not self._holdings.bits_of(start, claims) & claims.confirmed_bit
+                or not self._holdings.append_one(claims, start, block_hash)):
+            return False
+        claims.num_confirmed += 1
+        self._settle(1)
+        return True
+
+    def store_each(self, endpoint_id: str, parents: Sequence[int], hashes: Sequence[int]) -> int:
+        """store() of each of `hashes` as one block in the first lane, which follows the one hashed as beside it: many
+        streams that decode. Up to the first that is known, whose parent this endpoint does not hold alone, or where
+        bets or the bound have to be looked at; returns how many went before. The next is for store()."""
+        claims = self._roster.by_id.get(endpoint_id)
+        by_first, num_blocks = self._unplaced.by_first, self._num_spent + self._holdings.sets.num_made
+        if (claims is None or num_blocks + len(hashes) > self._spent_max
+                or (by_first and not by_first.keys().isdisjoint(hashes))):
+            return 0
+        num_stored = self._holdings.append_each(claims, parents, hashes)
+        claims.num_confirmed += num_stored
+        self._num_spent += num_stored
         return num_stored
 
     def remove(self, endpoint_id: str, hashes: Iterable[int], tier: str = "gpu", *, group: int = 0) -> int:
