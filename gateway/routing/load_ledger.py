@@ -5,9 +5,9 @@ never go negative. The rule that keeps it true sits inside: a booking is a guard
 once, to the account it took it from. When an endpoint restarts its account is replaced, not zeroed, so a guard of the
 old epoch writes to an account that nobody reads.
 
-Memory: a request holds the tokens it computes, half of the answer expected of it, and what it matched, unless another
-request under way there holds that already; when the one that holds it ends, the duty passes to another sharer. Known
-approximation: a match is held by another as a whole or not at all.
+Memory: a request holds the tokens it computes, half of the answer expected of it, and what it matched beyond what
+others under way there hold already. When it ends, what others still use of that stays held: the duty passes to the one
+who uses most of it. Known approximation: where several go on with different parts, the shorter ones are forgotten.
 
 One writer (the event loop); pick and book happen with no await between them. With several gateway processes each has
 a ledger of its own, and gateway.shared adds them up.
@@ -58,6 +58,39 @@ class Footprint(Struct, frozen=True, gc=False):
 NO_FOOTPRINT = Footprint()
 
 
+class Part(NamedTuple):
+    """Blocks `start` to `end` of a chain, and how many tokens they hold."""
+
+    start: int
+    end: int
+    tokens: int
+
+    def up_to(self, end: int) -> Part:
+        """Its beginning."""
+        return self if end == self.end else Part(self.start, end,
+                                                 self.tokens * (end - self.start) // (self.end - self.start))
+
+
+def shared_blocks(theirs: Sequence[int], chain: Sequence[int], start: int, end: int) -> int:
+    """As far as which block, from `start` on and `end` at most, two chains are one; `start` if they part before it.
+
+    Hashes are chained: equal at one block, equal before it.
+    """
+    last = len(theirs) if len(theirs) < end else end
+    if last <= start or theirs[start] != chain[start]:
+        return start
+    if theirs[last - 1] == chain[last - 1]:
+        return last
+    low, high = start + 1, last - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if theirs[middle - 1] == chain[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class Account:
     """The sums of one endpoint in one epoch, and who is in flight there."""
 
@@ -94,13 +127,27 @@ class Account:
             self._streams = Streams(booking.stream() for booking in self.open)
         return self._streams
 
-    def sharer(self, block_hash: int, depth: int, *, beside: Booking | None = None) -> Booking | None:
-        """Somebody in flight whose prompt goes through this block, the `depth`-th of the chain."""
+    def borrow(self, chain: Sequence[int], depth: int) -> int:
+        """How many of the first `depth` blocks somebody in flight holds; who does has a sharer from now on."""
+        held = 0
         for booking in self.open:
-            chain = booking.footprint.chain
-            if len(chain) >= depth and chain[depth - 1] == block_hash and booking is not beside:
-                return booking
-        return None
+            if held >= depth:
+                break
+            reach = shared_blocks(booking.footprint.chain, chain, held, depth)
+            if reach > held:
+                booking.lends, held = True, reach
+        return held
+
+    def sharer(self, part: Part, chain: Sequence[int], *, beside: Booking | None = None) -> tuple[Booking | None, int]:
+        """Who else in flight goes furthest through this part of a chain, and as far as which block."""
+        found, start, furthest = None, part.start, part.start
+        for booking in self.open:
+            reach = shared_blocks(booking.footprint.chain, chain, start, part.end)
+            if reach > furthest and booking is not beside:
+                found, furthest = booking, reach
+                if furthest == part.end:
+                    break
+        return found, furthest
 
 
 class Booking:
@@ -110,7 +157,7 @@ class Booking:
     """
 
     __slots__ = ("_account", "_began_at", "_context_tokens", "_held_tokens", "_pins", "_prefill_tokens", "_state",
-                 "endpoint_id", "footprint", "found_held")
+                 "endpoint_id", "footprint", "found_held", "lends")
 
     def __init__(self, endpoint_id: str, account: Account, footprint: Footprint, *, prefill_tokens: int,
                  context_tokens: int) -> None:
@@ -121,16 +168,18 @@ class Booking:
         self._context_tokens = context_tokens
         self._state = "prefill"
         self._began_at: float | None = None
-        # What it matched and keeps there: (hash of the last block, depth, tokens), own ones and inherited ones.
-        self._pins: list[tuple[int, int, int]] = []
+        self.lends = False   # of what it computes
+        # What it did not compute and keeps there: its own match, and what it inherited.
+        self._pins: list[Part] = []
         self._held_tokens = prefill_tokens + footprint.output_tokens // 2
         depth = footprint.matched_blocks
-        self.found_held = bool(depth) and account.sharer(footprint.chain[depth - 1], depth) is not None
+        held = account.borrow(footprint.chain, depth) if depth else 0
+        self.found_held = 0 < depth == held
         account.num_inflight += 1
         account.queued_prefill_tokens += prefill_tokens
         account.held_tokens += self._held_tokens
-        if depth and not self.found_held:
-            self._pin((footprint.chain[depth - 1], depth, footprint.matched_tokens))
+        if held < depth:
+            self._pin(Part(held, depth, footprint.matched_tokens - footprint.matched_tokens * held // depth))
         account.open[self] = None
         account.changed()
 
@@ -159,11 +208,11 @@ class Booking:
         account.num_inflight -= 1
         account.held_tokens -= self._held_tokens
         del account.open[self]
-        for pin in self._pins:
-            account.held_tokens -= pin[2]
-            heir = account.sharer(pin[0], pin[1])
+        account.held_tokens -= sum(pin.tokens for pin in self._pins)
+        for part in self._parts():
+            heir, end = account.sharer(part, self.footprint.chain)
             if heir is not None:
-                heir._pin(pin)
+                heir._pin(part.up_to(end))
         self._pins.clear()
         account.changed()
 
@@ -173,14 +222,21 @@ class Booking:
 
     def stream(self) -> Stream:
         """As memory_wait.py looks at it. What it keeps for others too goes on being kept when it ends."""
-        alone = sum(tokens for block_hash, depth, tokens in self._pins
-                    if self._account.sharer(block_hash, depth, beside=self) is None)
-        return Stream(self._held_tokens + alone, self._prefill_tokens, self.footprint.output_tokens, self._began_at,
-                      self.footprint.chain)
+        chain, held = self.footprint.chain, self._held_tokens + sum(pin.tokens for pin in self._pins)
+        for part in self._parts():
+            sharer, end = self._account.sharer(part, chain, beside=self)
+            if sharer is not None:
+                held -= part.up_to(end).tokens
+        return Stream(held, self._prefill_tokens, self.footprint.output_tokens, self._began_at, chain)
 
-    def _pin(self, pin: tuple[int, int, int]) -> None:
+    def _parts(self) -> list[Part]:
+        """What it keeps and others may use too."""
+        start, end = self.footprint.matched_blocks, len(self.footprint.chain)
+        return [*self._pins, Part(start, end, self._prefill_tokens)] if self.lends and start < end else self._pins
+
+    def _pin(self, pin: Part) -> None:
         self._pins.append(pin)
-        self._account.held_tokens += pin[2]
+        self._account.held_tokens += pin.tokens
 
     def __enter__(self) -> Booking:
         return self
