@@ -6,8 +6,8 @@ once, to the account it took it from. When an endpoint restarts its account is r
 old epoch writes to an account that nobody reads.
 
 Memory: a request holds the tokens it computes, half of the answer expected of it, and what it matched beyond what
-others under way there hold already. When it ends, what others still use of that stays held: the duty passes to the one
-who uses most of it. Known approximation: where several go on with different parts, the shorter ones are forgotten.
+others under way there hold already. When it ends, what others still use of that stays held: the duty passes to the
+one who uses most of it. Known approximation: what two compute at the same time counts twice.
 
 One writer (the event loop); pick and book happen with no await between them. With several gateway processes each has
 a ledger of its own, and gateway.shared adds them up.
@@ -15,12 +15,12 @@ a ledger of its own, and gateway.shared adds them up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from gateway.routing.memory_wait import Stream, Streams
+from gateway.routing.memory_wait import Stream, Streams, shared_blocks
 
 # What the newest match counts in `shared_ratio`.
 SHARED_WEIGHT = 0.05
@@ -71,26 +71,6 @@ class Part(NamedTuple):
                                                  self.tokens * (end - self.start) // (self.end - self.start))
 
 
-def shared_blocks(theirs: Sequence[int], chain: Sequence[int], start: int, end: int) -> int:
-    """As far as which block, from `start` on and `end` at most, two chains are one; `start` if they part before it.
-
-    Hashes are chained: equal at one block, equal before it.
-    """
-    last = len(theirs) if len(theirs) < end else end
-    if last <= start or theirs[start] != chain[start]:
-        return start
-    if theirs[last - 1] == chain[last - 1]:
-        return last
-    low, high = start + 1, last - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if theirs[middle - 1] == chain[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 class Account:
     """The sums of one endpoint in one epoch, and who is in flight there."""
 
@@ -122,9 +102,18 @@ class Account:
         return self._seen
 
     def streams(self) -> Sequence[Stream]:
-        """Who is in flight, in the order of booking."""
+        """Who is in flight, in the order of booking. What several use goes when the last of them ends, which is taken
+        to be the one that was booked last."""
         if self._streams is None:
-            self._streams = Streams(booking.stream() for booking in self.open)
+            lost: dict[Booking, int] = {}
+            inherited: dict[Booking, int] = {}
+            for booking in self.open:
+                if booking.shares:
+                    for heir, num_tokens in booking.outlived_by():
+                        lost[booking] = lost.get(booking, 0) + num_tokens
+                        inherited[heir] = inherited.get(heir, 0) + num_tokens
+            self._streams = Streams([booking.stream(lost.get(booking, 0), inherited.get(booking, 0))
+                                     for booking in self.open])
         return self._streams
 
     def borrow(self, chain: Sequence[int], depth: int) -> int:
@@ -138,12 +127,12 @@ class Account:
                 booking.lends, held = True, reach
         return held
 
-    def sharer(self, part: Part, chain: Sequence[int], *, beside: Booking | None = None) -> tuple[Booking | None, int]:
-        """Who else in flight goes furthest through this part of a chain, and as far as which block."""
-        found, start, furthest = None, part.start, part.start
+    def sharer(self, part: Part, chain: Sequence[int]) -> tuple[Booking | None, int]:
+        """Who in flight goes furthest through this part of a chain, and as far as which block."""
+        found, furthest = None, part.start
         for booking in self.open:
-            reach = shared_blocks(booking.footprint.chain, chain, start, part.end)
-            if reach > furthest and booking is not beside:
+            reach = shared_blocks(booking.footprint.chain, chain, part.start, part.end)
+            if reach > furthest:
                 found, furthest = booking, reach
                 if furthest == part.end:
                     break
@@ -208,31 +197,52 @@ class Booking:
         account.num_inflight -= 1
         account.held_tokens -= self._held_tokens
         del account.open[self]
-        account.held_tokens -= sum(pin.tokens for pin in self._pins)
-        for part in self._parts():
-            heir, end = account.sharer(part, self.footprint.chain)
-            if heir is not None:
-                heir._pin(part.up_to(end))
-        self._pins.clear()
+        if self.shares:
+            self._hand_on()
         account.changed()
 
     @property
     def released(self) -> bool:
         return self._state == "released"
 
-    def stream(self) -> Stream:
-        """As memory_wait.py looks at it. What it keeps for others too goes on being kept when it ends."""
-        chain, held = self.footprint.chain, self._held_tokens + sum(pin.tokens for pin in self._pins)
+    @property
+    def shares(self) -> bool:
+        """Whether others may use what it keeps."""
+        return self.lends or bool(self._pins)
+
+    def stream(self, lost_tokens: int, inherited_tokens: int) -> Stream:
+        """As memory_wait.py looks at it: of what it keeps, others use so much longer, and it so much of theirs."""
+        held = self._held_tokens - lost_tokens
+        if self._pins:
+            held += sum([pin.tokens for pin in self._pins])
+        return Stream(held, self._prefill_tokens, self.footprint.output_tokens, self._began_at, self.footprint.chain,
+                      inherited_tokens)
+
+    def outlived_by(self) -> Iterator[tuple[Booking, int]]:
+        """Who of those that were booked later use what it keeps, the last of them for each part; and how much."""
+        chain = self.footprint.chain
         for part in self._parts():
-            sharer, end = self._account.sharer(part, chain, beside=self)
-            if sharer is not None:
-                held -= part.up_to(end).tokens
-        return Stream(held, self._prefill_tokens, self.footprint.output_tokens, self._began_at, chain)
+            for booking in reversed(self._account.open):
+                if booking is self:
+                    break
+                end = shared_blocks(booking.footprint.chain, chain, part.start, part.end)
+                if end > part.start:
+                    yield booking, part.up_to(end).tokens
+                    break
 
     def _parts(self) -> list[Part]:
         """What it keeps and others may use too."""
         start, end = self.footprint.matched_blocks, len(self.footprint.chain)
         return [*self._pins, Part(start, end, self._prefill_tokens)] if self.lends and start < end else self._pins
+
+    def _hand_on(self) -> None:
+        account = self._account
+        account.held_tokens -= sum([pin.tokens for pin in self._pins])
+        for part in self._parts():
+            heir, end = account.sharer(part, self.footprint.chain)
+            if heir is not None:
+                heir._pin(part.up_to(end))
+        self._pins.clear()
 
     def _pin(self, pin: Part) -> None:
         self._pins.append(pin)
