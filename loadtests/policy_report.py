@@ -51,9 +51,17 @@ JOBS = (
     Job("mtbench_questions", 318, "agent_text/mtbench_questions.jsonl.gz"),
     Job("llm_d", 600), Job("hot_prefix_25", 2000), Job("hot_prefix_100", 2000), Job("sibling_bursts", 1600),
     Job("zero_sharing", 750), Job("mt_bench", 2400), Job("tenants", 4000))
+# Without the two traces that have one or two requests a worker at this size (sweagent, mtbench_questions).
 LARGE_JOBS = (
-    Job("tenants", 6000, num_workers=64), Job("hot_prefix_25", 6000, num_workers=64),
-    Job("mooncake", 3000, "mooncake/conversation_0-36min.jsonl.gz", num_workers=64))
+    Job("mooncake", 3000, "mooncake/conversation_0-36min.jsonl.gz", num_workers=64),
+    Job("claude_code", 300, "claude_code/sessions.jsonl.gz", num_workers=64),
+    Job("azure_conv", 2000, "azure2023/conv_first_two_thirds.jsonl.gz", num_workers=64),
+    Job("azure_code", 2400, "azure2023/code_first_two_thirds.jsonl.gz", num_workers=64),
+    Job("tau_airline", 1816, "agent_text/tau_airline.jsonl.gz", num_workers=64),
+    Job("llm_d", 1800, num_workers=64), Job("hot_prefix_25", 4000, num_workers=64),
+    Job("hot_prefix_100", 4000, num_workers=64), Job("sibling_bursts", 4000, num_workers=64),
+    Job("zero_sharing", 1600, num_workers=64), Job("mt_bench", 4000, num_workers=64),
+    Job("tenants", 5000, num_workers=64))
 
 
 class Report:

@@ -89,7 +89,7 @@ class PrefixIndex:
         last = start
         if known:
             last = known[-1]
-            self._reference(claims, known, shift)
+            self._num_extra += claims.reference(known, shift, self._holdings.bits_of)
             self._holdings.grant(claims, known, bits)
         if num_stored < len(hashes) and not is_cut:
             fresh = self._append(claims, last, hashes[num_stored:] if known else hashes, bits)
@@ -328,38 +328,12 @@ class PrefixIndex:
         self._holdings.made(claims, holder_set, len(blocks))
         return blocks
 
-    def _reference(self, claims: Claims, blocks: list[int], shift: int) -> None:
-        """One more reference on each of `blocks`; the first one confirms. grant() is the caller's."""
-        bits_of, confirmed_bit, references = self._holdings.bits_of, claims.confirmed_bit, claims.references
-        for block in blocks:
-            if bits_of(block, claims) & confirmed_bit:
-                counts = references.get(block, ONE)
-                if counts >> shift & REFERENCES_MAX < REFERENCES_MAX:
-                    self._num_extra += claims.count(block, counts + (1 << shift))
-                continue
-            claims.num_confirmed += 1
-            if claims.stakes.pop(block, None) is not None:
-                self._num_extra -= 1
-            if shift:
-                self._num_extra += claims.count(block, 1 << shift)
-
     def _stake(self, claims: Claims, blocks: list[int]) -> array[int]:
         """One more bet on each of `blocks` that is not confirmed; returns those."""
-        stakes, bits_of, confirmed_bit = claims.stakes, self._holdings.bits_of, claims.confirmed_bit
-        first = self._next_serial << STAKE_COUNT_BITS | 1
-        before = len(stakes)
-        unconfirmed = array("i")
-        for block in blocks:
-            stake = stakes.get(block)
-            if stake is None:
-                if bits_of(block, claims) & confirmed_bit:
-                    continue
-                stakes[block] = first
-            else:
-                stakes[block] = stake + 1
-            unconfirmed.append(block)
-        if len(stakes) > before:
-            self._num_extra += len(stakes) - before
+        before = len(claims.stakes)
+        unconfirmed = claims.stake(blocks, self._next_serial, self._holdings.bits_of)
+        if len(claims.stakes) > before:
+            self._num_extra += len(claims.stakes) - before
             self._holdings.grant(claims, blocks, claims.any_bit)
         return unconfirmed
 

@@ -25,6 +25,7 @@ from gateway.relay.sse import error_event
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
+from gateway.server.companions import Companions
 from gateway.server.dispatch import Choosing, Dispatcher
 from gateway.server.express_client import Client
 from gateway.server.express_stream import SILENT_MAX_S, LaneStream, begin_stream
@@ -41,8 +42,6 @@ from worker.protocol.logs import get_logger
 
 # Whoever has waited so long for a worker gets a task, which has a limit of its own to watch.
 WAIT_MAX_S = 2.0
-# So many take their steps together; then it is others' turn on the loop. One a connection waits, at most.
-TOGETHER_MAX = 32
 _log = get_logger(__name__)
 
 
@@ -64,8 +63,8 @@ class Express:
         self.suspect = suspect
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[Passenger, None] = {}
-        self._departing: list[Passenger] = []
-        self._arriving: list[Passenger] = []
+        self._departing = Companions(self._depart_all)
+        self._arriving = Companions(self._arrive_all)
         self._look: asyncio.TimerHandle | None = None
         config = state.config
         self.takes_streams = min(config.keepalive_s, config.chunk_gap_timeout_s) > SILENT_MAX_S + LOST_LOOK_S
@@ -81,39 +80,30 @@ class Express:
             client.client_address, facts.forwarded_for, facts.forwarded))
         passenger = Passenger(self, client, facts, record, body=body, data=data)
         self._under_way[passenger] = None
-        if not self._departing:
-            self._loop.call_soon(self._depart_all)
-        self._departing.append(passenger)
         return passenger
+
+    def depart(self, passenger: Passenger) -> None:
+        """It has boarded, and its connection knows it."""
+        self._departing.add(passenger, is_alone=len(self._under_way) == 1)
 
     def arrived(self, passenger: Passenger) -> None:
         """Its whole answer is here."""
-        if not self._arriving:
-            self._loop.call_soon(self._arrive_all)
-        self._arriving.append(passenger)
+        self._arriving.add(passenger, is_alone=len(self._under_way) == 1)
 
     def stream_ended(self, passenger: Passenger) -> None:
         """All of its stream has gone to its client."""
         for step in _STREAM_END:
             self._take_step([passenger], step)
 
-    def _depart_all(self) -> None:
-        """Those who came in one turn of the loop take each step together: what a step needs of the processor's caches
-        is then loaded once for all."""
-        departing, self._departing = self._departing[:TOGETHER_MAX], self._departing[TOGETHER_MAX:]
-        if self._departing:
-            self._loop.call_soon(self._depart_all)
+    def _depart_all(self, passengers: list[Passenger]) -> None:
         for step in _DEPARTURE:
-            departing = self._take_step(departing, step)
+            passengers = self._take_step(passengers, step)
         if self._look is None and self._under_way:
             self._look = self._loop.call_later(LOST_LOOK_S, self._look_at_all)
 
-    def _arrive_all(self) -> None:
-        arriving, self._arriving = self._arriving[:TOGETHER_MAX], self._arriving[TOGETHER_MAX:]
-        if self._arriving:
-            self._loop.call_soon(self._arrive_all)
+    def _arrive_all(self, passengers: list[Passenger]) -> None:
         for step in _ARRIVAL:
-            arriving = self._take_step(arriving, step)
+            passengers = self._take_step(passengers, step)
 
     def _take_step(self, passengers: list[Passenger], step: Callable[[Passenger], bool]) -> list[Passenger]:
         """For each of them; those who have more to do here."""

@@ -142,7 +142,8 @@ class ExpressConnection(GuardedConnection):
             self._start(COLLECT_S, self._leave_lane)
             return True
         self._stop()
-        self._passenger = self._express.board(self, facts, data, data[cut.end:])
+        self._passenger = passenger = self._express.board(self, facts, data, data[cut.end:])
+        self._express.depart(passenger)
         return True
 
     def _is_free(self) -> bool:

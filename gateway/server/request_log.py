@@ -1,21 +1,25 @@
 """What finished requests leave behind, their counts and a log line each, a little later and many at once.
 
-Owns: the requests not yet accounted for, at most MAX_PENDING of them and for at most FLUSH_S. A process that is
-killed takes those along; one that stops in order writes them first, and whoever reads the metrics has them counted.
+Owns: the requests not yet accounted for, those of a turn of the loop and ENOUGH more, for FLUSH_S and a few turns. A
+process that is killed takes those along; one that stops in order writes them first, and whoever reads the metrics has
+them counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gateway.server.request_record import RequestRecord
 from worker.protocol.logs import log_many
 
 FLUSH_S = 0.05
-# Few enough that nobody who comes meanwhile waits for long: some 20 us each.
-MAX_PENDING = 16
+# So many are worth writing before their time, and together: some 20 us each where many come.
+ENOUGH = 16
+# While few come, whoever comes meanwhile waits for a piece at most, of 100 us.
+PIECE = 4
+MANY = ENOUGH + PIECE
 
 
 class RequestLog:
@@ -26,24 +30,40 @@ class RequestLog:
         self._count = count
         self._pending: list[tuple[float, RequestRecord, float]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._is_writing = False    # in a turn soon
 
     def add(self, record: RequestRecord, duration_s: float) -> None:
         """A request has ended; its record changes no more."""
         self._pending.append((time.time(), record, duration_s))
-        if len(self._pending) >= MAX_PENDING:
-            self.flush()
+        if len(self._pending) >= ENOUGH and not self._is_writing:
+            self._is_writing = True
+            asyncio.get_running_loop().call_soon(self._write)
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._on_time)
 
     def flush(self) -> None:
-        """Account for what waits."""
+        """Account for all that waits."""
         pending, self._pending = self._pending, []
-        for _, record, duration_s in pending:
+        self._account(pending)
+
+    def _account(self, ended: Sequence[tuple[float, RequestRecord, float]]) -> None:
+        for _, record, duration_s in ended:
             self._count(record, duration_s)
-        if pending:
+        if ended:
             log_many(self._name, "request",
-                     [(at, record.log_fields(duration_s)) for at, record, duration_s in pending])
+                     [(at, record.log_fields(duration_s)) for at, record, duration_s in ended])
 
     def _on_time(self) -> None:
         self._timer = None
-        self.flush()
+        if not self._is_writing:
+            self._write()
+
+    def _write(self) -> None:
+        """All of many, since they share what that takes; of a few a piece, and the next in the next turn."""
+        pending = self._pending
+        num = PIECE if len(pending) < MANY else len(pending)
+        self._pending = pending[num:]
+        self._is_writing = bool(self._pending)
+        if self._pending:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._account(pending[:num])

@@ -25,7 +25,17 @@ from pathlib import Path
 import orjson
 import uvloop
 
-from loadtests.bench.gateway_targets import CAPPED, DIRECT, OURS, Bench, Peers, Target, cpu_ns, memory_kib
+from loadtests.bench.gateway_targets import (
+    CAPPED,
+    DIRECT,
+    OURS,
+    Bench,
+    Peers,
+    Target,
+    cpu_ns,
+    interpreter,
+    memory_kib,
+)
 from loadtests.bench.relay_client import Load, run_load
 from loadtests.bench.relay_prompts import DISTINCT, LONG, SHORT, Shape, bodies
 from loadtests.bench.relay_worker import NUM_CHUNKS
@@ -38,6 +48,8 @@ MEMORY_CONNECTIONS = 16
 MEMORY_BATCH = 1000
 WARM_UP_REQUESTS = 256
 PAUSE_S = 0.001
+# Workers go on announcing the blocks of long chats for a while, and their event loops with it.
+SETTLE_S = 1.0
 FIGURES = {"short_us": "1 KB, us/request", "long_us": "32 KB, us/request", "p50_us": "added p50, us",
            "p99_us": "added p99, us", "chunk_us": "us/chunk", "kib_per_prompt": "KiB/prompt",
            "kib_per_prompt_later": "of the second half"}
@@ -73,7 +85,8 @@ def chunk_cpu(target: Target, seeds: Seeds) -> float:
 
 
 def latency(target: Target, count: int, seeds: Seeds) -> tuple[float, float]:
-    """p50 and p99 in microseconds, one request at a time."""
+    """p50 and p99 in microseconds, one request at a time, once what went before has been dealt with."""
+    time.sleep(SETTLE_S)
     load = Load(target.port, bodies(SHORT, count, seed=seeds.next()), 1, pause_s=PAUSE_S, key=target.key)
     found = sorted(uvloop.run(run_load(load)))
     return found[len(found) // 2] * 1e6, found[len(found) * 99 // 100] * 1e6
@@ -169,7 +182,7 @@ def run(arguments: argparse.Namespace, bench: Bench) -> dict[str, object]:
         skipped |= _memory_of_all(bench, targets, arguments.prompts, seeds)
     return {"date": time.strftime("%Y-%m-%d", time.gmtime(began_at)), "machine": _machine(),
             "took_s": round(time.time() - began_at), "workers": NUM_WORKERS,
-            "load_average": [round(value, 1) for value in os.getloadavg()], "python": platform.python_version(),
+            "load_average": [round(value, 1) for value in os.getloadavg()], "python": interpreter(bench.peers.python),
             "sizes": {name: getattr(arguments, name) for name in ("rounds", "requests", "prompts")},
             "skipped": skipped, "counted": counted, "rows": summary(targets),
             "rounds": {target.name: target.figures for target in targets}}
@@ -212,15 +225,18 @@ def main() -> None:
     parser.add_argument("--nginx", default="nginx", help="the program, by path or name on PATH")
     parser.add_argument("--sglang-router", default="sglang-router")
     parser.add_argument("--vllm-router", default="vllm-router")
+    parser.add_argument("--python", default=sys.executable,
+                        help="the interpreter of ours and of Python's proxies; it needs the packages that we need")
     parser.add_argument("--only", action="append", default=[], choices=NAMES, help="beside ours; all without it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=2400, help="1 KB requests a round and target")
     parser.add_argument("--prompts", type=int, default=20_000, help="distinct 8 KB prompts for memory; 0: none")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    peers = Peers(arguments.nginx, arguments.sglang_router, arguments.vllm_router)
+    peers = Peers(arguments.nginx, arguments.sglang_router, arguments.vllm_router, arguments.python)
     with tempfile.TemporaryDirectory() as folder, Bench(Path(folder), peers, num_workers=NUM_WORKERS) as bench:
         result = run(arguments, bench)
+    print(f"Python {result['python']}\n")
     print_table(result["rows"], result["skipped"])  # type: ignore[arg-type]
     if arguments.json is not None:
         arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")

@@ -29,6 +29,9 @@ INDEX_CAP_BYTES, TEXT_CAP_BYTES = 16 << 20, 8 << 20
 DIRECT, OURS, CAPPED = "direct", "headstart", "headstart, caps of 16 + 8 MiB"
 _CAPS = ["--index-max-bytes", str(INDEX_CAP_BYTES), "--text-memory-bytes", str(TEXT_CAP_BYTES)]
 _LIMITS = "requests_per_minute = 1e9\ntokens_per_minute = 1e12\nmax_concurrent = 10000\n"
+_TELL = """import sys, sysconfig
+print(' '.join(sys.version.split()))
+print(sysconfig.get_config_var('CONFIG_ARGS'))"""
 _NGINX = """worker_processes 1;
 daemon off;
 pid {folder}/nginx.pid;
@@ -52,11 +55,12 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Where the peers' programs are; a name is looked for on PATH."""
+    """Where the peers' programs are; a name is looked for on PATH. `python` runs ours, and what else is Python."""
 
     nginx: str = "nginx"
     sglang_router: str = "sglang-router"
     vllm_router: str = "vllm-router"
+    python: str = sys.executable
 
 
 @dataclass(slots=True)
@@ -145,7 +149,7 @@ class Bench:
         keys.write_text(f'[[tenants]]\nid = "bench"\nkeys = ["{hash_key(self.key)}"]\n{_LIMITS}')
         workers = [part for worker in self._workers for part in ("--worker", worker)]
         cap = _CAPS if name == CAPPED else []
-        self._start(name, [sys.executable, "-m", "gateway.cli", "gateway", "--port", str(port), "--keys-file",
+        self._start(name, [self.peers.python, "-m", "gateway.cli", "gateway", "--port", str(port), "--keys-file",
                            str(keys), *workers, *cap, *arguments])
         return _commit()
 
@@ -174,12 +178,12 @@ class Bench:
 
     def _aiohttp(self, name: str, port: int) -> str:
         workers = [part for worker in self._workers for part in ("--worker", worker)]
-        self._start(name, [sys.executable, "-m", "loadtests.bench.aiohttp_proxy", "--port", str(port), *workers])
+        self._start(name, [self.peers.python, "-m", "loadtests.bench.aiohttp_proxy", "--port", str(port), *workers])
         return importlib.metadata.version("aiohttp")
 
     def _bare_relay(self, name: str, port: int) -> str:
         workers = [part for worker in self._workers for part in ("--worker", worker)]
-        self._start(name, [sys.executable, "-m", "loadtests.bench.bare_relay", "--port", str(port), *workers])
+        self._start(name, [self.peers.python, "-m", "loadtests.bench.bare_relay", "--port", str(port), *workers])
         return importlib.metadata.version("uvloop")
 
     # ---- processes -----------------------------------------------------------------------------------------------
@@ -234,6 +238,14 @@ def _installed(program: str, distribution: str) -> str:
     for found in importlib.metadata.distributions(name=distribution, path=[str(path) for path in libraries]):
         return found.version
     return "?"
+
+
+def interpreter(python: str) -> str:
+    """Version, build and compiler of an interpreter, and what it says of how it was optimised: Debian's says nothing,
+    and is."""
+    found = subprocess.run([python, "-c", _TELL], check=True, capture_output=True, text=True)
+    version, _, flags = found.stdout.strip().partition("\n")
+    return ", ".join([version, *(flag for flag in ("--enable-optimizations", "--with-lto") if flag in flags)])
 
 
 def _commit() -> str:

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from gateway.server.express import TOGETHER_MAX
+from gateway.server.companions import TOGETHER_MAX
 from tests.integration.test_gateway_tenants import KEY_A, KEY_C, as_key, keys_file
 from tests.property.test_prefix_encoder_properties import tokenizer_named
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway

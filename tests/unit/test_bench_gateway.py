@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 from pathlib import Path
 
 import orjson
@@ -58,3 +59,4 @@ def test_a_short_run_measures_ours_warm_and_says_why_a_peer_is_missing(tmp_path:
     counted = result["counted"][OURS]  # type: ignore[index]
     assert counted["event_gaps"] == 0
     assert counted["predicted_hit_ratio"] > 0.5
+    assert result["python"].startswith(platform.python_version())  # type: ignore[attr-defined]
