@@ -21,6 +21,7 @@ from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.engines.headstart import Cpu, WorkerReport
 from gateway.knowledge.parity import ParityReport
 from gateway.routing.endpoint import EndpointView, Knowledge
+from gateway.routing.fading_rates import FadingRates, ReportedRates
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from gateway.routing.others_share import OthersShare
 from gateway.routing.shared_cores import CoreSet, CpuShare, Crowding, crowded, crowding_of
@@ -79,6 +80,7 @@ class Endpoint:
     """One worker. `report` is its last GET /kv; None until it answered once.
 
     `own_load_at_report` is what our ledger had there when the report came: the part of the report that is ours.
+    `faded_rates` stand in for reported ones that nothing has confirmed for a while (fading_rates.py).
     """
 
     worker: DiscoveredWorker
@@ -88,6 +90,7 @@ class Endpoint:
     drain_requested: bool = False
     report: WorkerReport | None = None
     own_load_at_report: LoadView = NO_LOAD
+    faded_rates: ReportedRates | None = None
     others: OthersShare = field(default_factory=OthersShare)
     scheme: HashScheme | None = None
     parity: ParityReport | None = None
@@ -170,11 +173,12 @@ class Endpoint:
         assert report is not None, "routing was shown a worker that never answered"
         assert self.joined_epoch is not None, "routing was shown a worker that has not joined"
         blocks, load = report.blocks, report.load
+        rates = self.faded_rates or report.rates
         return EndpointView(
             endpoint_id=self.endpoint_id, epoch=self.joined_epoch, models=frozenset((report.model, *report.adapters)),
             ready=self.state is not EndpointState.UNREADY,
             draining=self.state is EndpointState.DRAINING, knowledge=self.knowledge, block_size=report.block_size,
-            prefill_tokens_per_s=report.rates.prefill_tokens_per_s, decode_step_s=report.rates.decode_step_s,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s, decode_step_s=rates.decode_step_s,
             blocks_total=blocks.total, blocks_free=blocks.free, blocks_cached=blocks.cached,
             max_context=report.max_context, kv_usage_ratio=self.kv_usage_ratio,
             num_running=load.running, num_waiting=load.waiting, waiting_prefill_tokens=load.waiting_prefill_tokens,
@@ -232,6 +236,7 @@ class EndpointTable:
         self._services: dict[str, ModelService] = {}  # of models that are served
         self._services_at = -1
         self.unseen = UnseenWork()
+        self._fading = FadingRates()
         self._core_sets: tuple[CoreSet, ...] = ()
         self._core_sets_at = -1
 
@@ -248,8 +253,33 @@ class EndpointTable:
     def remove(self, endpoint_id: str) -> None:
         """One worker less. Requests under way there keep what they hold of it."""
         self._endpoints = {known: endpoint for known, endpoint in self._endpoints.items() if known != endpoint_id}
+        self._fading.forget(endpoint_id)
         _Changes.count += 1
         _Changes.of_cores += 1
+
+    def fade_rates(self, endpoint: Endpoint, now: float) -> None:
+        """After a report came: how much its rates still count (fading_rates.py)."""
+        report = endpoint.report
+        assert report is not None, "no report came"
+        rates, load = report.rates, report.load
+        has_work = load.running or load.waiting or endpoint.own_load_at_report.num_inflight
+        self._fading.saw(endpoint.endpoint_id, report.model,
+                         ReportedRates(rates.prefill_tokens_per_s, rates.decode_step_s),
+                         has_work=bool(has_work), now=now)
+        faded = self._fading.faded(endpoint.endpoint_id, now)
+        if faded != endpoint.faded_rates:
+            endpoint.faded_rates = faded
+
+    def forget_rates(self, endpoint: Endpoint) -> None:
+        """Another process answers there: no doubt of the former one's concerns it."""
+        self._fading.forget(endpoint.endpoint_id)
+        endpoint.faded_rates = None
+
+    def tried(self, endpoint: Endpoint, now: float) -> None:
+        """A request goes there: from now on its reported rates count, until they have aged anew."""
+        if endpoint.faded_rates is not None:
+            self._fading.tried(endpoint.endpoint_id, now)
+            endpoint.faded_rates = None
 
     def get(self, endpoint_id: str) -> Endpoint | None:
         """The endpoint called so, if there is one."""

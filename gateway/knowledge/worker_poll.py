@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -248,6 +249,7 @@ class WorkerPoll:
         endpoint.others.saw(own.num_inflight, reported, now)
         self._table.unseen.saw(own.num_inflight, reported, now, next_after_s=self._pause_s(endpoint.endpoint_id, 0))
         endpoint.report, endpoint.own_load_at_report = seen.report, own
+        self._table.fade_rates(endpoint, time.monotonic())
         if seen.joined is not None:
             await self._begin_life(endpoint, seen.joined)
         elif endpoint.compatible:
@@ -259,6 +261,8 @@ class WorkerPoll:
         """Forget the worker's former life, or this one's former verdict, then follow it."""
         await self._stop_following(endpoint.endpoint_id)
         is_drained = endpoint.drain_requested and endpoint.joined_epoch == joined.epoch
+        if endpoint.joined_epoch != joined.epoch:
+            self._table.forget_rates(endpoint)
         endpoint.joined_epoch = joined.epoch
         endpoint.scheme = self._table.same_scheme(joined.scheme)
         endpoint.compatible = joined.compatible

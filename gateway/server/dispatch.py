@@ -173,6 +173,7 @@ class Dispatcher:
                 chain, decision.matched_tokens // scheme.block_size if chain and scheme is not None else 0,
                 decision.matched_tokens, self._expected_output(prompt, decision), now))
         self._table.unseen.booked(now)
+        self._table.tried(endpoint, now)
         prefill_s = _expected_prefill_s(decision)
         if prefill_s and not prompt.stream:
             self._prefills.expect(booking, now + prefill_s)
@@ -231,8 +232,21 @@ class Dispatcher:
             return {"decision": None, "reason": decision.reason, "detail": decision.message}
         return {"decision": {name: getattr(decision, name) for name in EXPLAINED},
                 "prompt_tokens": prompt.num_prompt_tokens,
-                "candidates": [{**cost._asdict(), "first_token_s": cost.first_token_s}
-                               for cost in decision.candidates]}
+                "candidates": self._explained(decision)}
+
+    def _explained(self, decision: RoutingDecision) -> list[dict[str, Any]]:
+        """Every candidate's cost, with the rates it was reckoned with and those that the worker reports."""
+        views = () if decision.considered is None else decision.considered[1]
+        candidates = []
+        for view, cost in zip(views, decision.candidates, strict=True):
+            endpoint = self._table.get(view.endpoint_id)
+            report = None if endpoint is None else endpoint.report
+            candidates.append({
+                **cost._asdict(), "first_token_s": cost.first_token_s,
+                "prefill_tokens_per_s": view.prefill_tokens_per_s, "decode_step_s": view.decode_step_s,
+                "reported_prefill_tokens_per_s": report.rates.prefill_tokens_per_s if report is not None else 0.0,
+                "reported_decode_step_s": report.rates.decode_step_s if report is not None else 0.0})
+        return candidates
 
 
 class Choosing:

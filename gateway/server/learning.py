@@ -20,6 +20,9 @@ from gateway.routing.session_affinity import SessionAffinity
 from gateway.routing.tier_ratios import TierRatios
 from gateway.server.request_record import RequestRecord
 
+# Between a worker's reports: what was observed beside the one says nothing about the other.
+MOVED_RATIO = 2.0
+
 
 class Learning:
     """Lives on the event loop."""
@@ -34,6 +37,7 @@ class Learning:
         self._sessions = SessionAffinity()
         self._epochs: dict[str, str] = {}
         self._reported: dict[str, tuple[float, float]] = {}
+        self._compared: dict[str, tuple[float, float]] = {}   # the reports that observations are compared with
         self._odd: dict[str, frozenset[str]] = {}   # by endpoint: where observations are far from its report
 
     def endpoint_of(self, session: str | None) -> str | None:
@@ -66,14 +70,27 @@ class Learning:
         now, endpoint_id = time.monotonic(), decision.endpoint_id
         if session is not None:
             self._sessions.served(session, endpoint_id, now=now)
+        if self._has_moved(endpoint_id, reported):
+            self._forget_rates(endpoint_id)
         if self._epochs.get(endpoint_id) != decision.epoch:
             self._epochs[endpoint_id] = decision.epoch
-            self._rates.forget(endpoint_id)
+            self._forget_rates(endpoint_id)
             self.busy_steps.forget(endpoint_id)
             self._tiers.forget(endpoint_id)
-            self._odd.pop(endpoint_id, None)
         self._reported[endpoint_id] = reported
+        self._compared.setdefault(endpoint_id, reported)
         record.placed_at, record.expected = now, decision.cost
+
+    def _has_moved(self, endpoint_id: str, reported: tuple[float, float]) -> bool:
+        """A worker that is slow no more, or fast no more, says so: it should not be held against its report."""
+        compared = self._compared.get(endpoint_id, reported)
+        return any(before > 0 and not before / MOVED_RATIO <= now <= before * MOVED_RATIO
+                   for before, now in zip(compared, reported, strict=True))
+
+    def _forget_rates(self, endpoint_id: str) -> None:
+        self._rates.forget(endpoint_id)
+        self._compared.pop(endpoint_id, None)
+        self._odd.pop(endpoint_id, None)
 
     def first_token(self, expected: CandidateCost, placed_at: float) -> None:
         """A stream's first token came just now; `expected` of the worker when it was chosen, at `placed_at`."""

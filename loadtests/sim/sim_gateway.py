@@ -15,6 +15,7 @@ from gateway.routing.busy_steps import BusySteps
 from gateway.routing.copy_plan import Copy, Sight
 from gateway.routing.cost import CandidateCost
 from gateway.routing.endpoint import EndpointView, Knowledge
+from gateway.routing.fading_rates import FadingRates, ReportedRates
 from gateway.routing.load_ledger import NO_LOAD, Booking, Footprint, LoadLedger, LoadView
 from gateway.routing.others_share import OthersShare, look_again_after_s
 from gateway.routing.output_length import OutputLength
@@ -47,6 +48,7 @@ class _Known:
     next_seq: int = 0
     in_sequence: bool = True
     epoch: int = 0
+    faded: ReportedRates | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class SimGateway:
         self._views: list[EndpointView] = []
         self._standings = Standings()
         self._unseen = UnseenWork()
+        self._fading = FadingRates()
         self._copies = SimCopies(scheme.block_size) if makes_copies and policy.makes_copies else None
         self._siblings = [self]   # who books in this ledger
         self._core_sets = core_sets
@@ -159,6 +162,7 @@ class SimGateway:
         known.next_seq, known.in_sequence = 0, True
         self._index.purge(worker_id)
         self._busy_steps.forget(worker_id)
+        self._fading.forget(worker_id)
         self._ledger.forget(worker_id, f"{EPOCH} {known.epoch - 1}")
         self._loads.pop(worker_id, None)
         self.reported(worker_id, report, now)
@@ -187,6 +191,9 @@ class SimGateway:
         own, reported = known.own_load_at_report.num_inflight, report.num_running + report.num_waiting
         known.others.saw(own, reported, now)
         self._unseen.saw(own, reported, now, next_after_s=self.look_again_after_s(worker_id))
+        self._fading.saw(worker_id, MODEL, ReportedRates(report.prefill_tokens_per_s, report.decode_step_s),
+                         has_work=bool(own or reported), now=now)
+        known.faded = self._fading.faded(worker_id, now)
         self._renew(worker_id)
 
     def look_again_after_s(self, worker_id: str) -> float:
@@ -247,6 +254,9 @@ class SimGateway:
                 if sibling is not self:   # told of it, as processes of one gateway tell each other
                     sibling._index.speculate(worker_id, request.hashes, expires_at)
         self._unseen.booked(now)
+        if (known := self._known[worker_id]).faded is not None:
+            self._fading.tried(worker_id, now)
+            known.faded = None
         self._placed[request.index] = Placed(worker_id, booking, bet, decision.cost, now)
         self._load_changed(worker_id)
         self.policy.booked(request, worker_id)
@@ -270,11 +280,12 @@ class SimGateway:
         if report.num_running + report.num_waiting <= before.num_inflight:
             num_ended, prefill_done, context_gone = max(0, num_ended), max(0, prefill_done), max(0, context_gone)
         waiting = report.waiting_prefill_tokens
+        prefill_tokens_per_s, decode_step_s = known.faded or (report.prefill_tokens_per_s, report.decode_step_s)
         return EndpointView(
             endpoint_id=worker_id, epoch=EPOCH, models=_MODELS,
             knowledge=Knowledge.EXACT if known.in_sequence else Knowledge.APPROXIMATE,
-            block_size=self._scheme.block_size, prefill_tokens_per_s=report.prefill_tokens_per_s,
-            decode_step_s=report.decode_step_s, blocks_total=report.blocks_total, blocks_free=report.blocks_free,
+            block_size=self._scheme.block_size, prefill_tokens_per_s=prefill_tokens_per_s,
+            decode_step_s=decode_step_s, blocks_total=report.blocks_total, blocks_free=report.blocks_free,
             blocks_cached=report.blocks_cached,
             kv_usage_ratio=1 - (report.blocks_free + report.blocks_cached) / report.blocks_total,
             num_running=max(0, report.num_running - max(0, num_ended)),

@@ -27,6 +27,8 @@ SKIPPED_STEPS_MAX = 4096
 RATE_DECAY = 0.9
 PREFILL_SAMPLE_TOKENS_MIN = 32
 FIXED_ROWS = 8
+PAUSE_S = AGE_HALF_LIFE_S = 10.0
+AGED_TOKENS_MIN = 256
 WARM_UP_TOKENS = 1024
 
 
@@ -99,6 +101,7 @@ class SimWorker:
         self._prefill_s = model.prefill_s(WARM_UP_TOKENS)
         self._decode_step_s = model.decode_step_s(1, WARM_UP_TOKENS)
         self._decode_rows = 1.0
+        self._prefill_at: float | None = None
 
     def submit(self, request: SimRequest) -> bool:
         """A request arrives now; False when it can never fit."""
@@ -249,5 +252,10 @@ class SimWorker:
             growth = (decode_rows + FIXED_ROWS) / (self._decode_rows + FIXED_ROWS)
             decode_s = self._decode_step_s * max(1.0, growth) if decode_rows else 0.0
             own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 4)
-            self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
-            self._prefill_s = RATE_DECAY * self._prefill_s + own_s
+            kept = RATE_DECAY
+            if self._prefill_at is not None and (pause_s := self._clock.now - self._prefill_at - PAUSE_S) > 0:
+                least = min(1.0, AGED_TOKENS_MIN / self._prefill_tokens)
+                kept *= max(least, 2.0 ** (-pause_s / AGE_HALF_LIFE_S))
+            self._prefill_tokens = kept * self._prefill_tokens + prefill_tokens
+            self._prefill_s = kept * self._prefill_s + own_s
+            self._prefill_at = self._clock.now

@@ -198,6 +198,9 @@ async def test_explain_decides_and_sends_nothing() -> None:
         answer = await gateway.send("POST", "/admin/explain", payload=body, headers=ADMIN)
         assert answer.status == 200
         assert answer.body.count(b'"endpoint_id"') == 3  # the decision and both candidates
+        for candidate in json.loads(answer.body)["candidates"]:
+            assert (candidate["prefill_tokens_per_s"], candidate["decode_step_s"]) == (1000.0, 0.01)
+            assert (candidate["reported_prefill_tokens_per_s"], candidate["reported_decode_step_s"]) == (1000.0, 0.01)
         assert not any(stub.seen for stub in stubs)
         assert (await gateway.worker())["speculative_blocks"] == 0
 

@@ -282,16 +282,19 @@ def test_copies_of_a_worker_that_is_replaced_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 0, 1, 31, 32, 500]), st.integers(0, 40),
-                          st.floats(1e-4, 10.0)), max_size=60))
-def test_simulated_workers_learn_their_rates_by_the_workers_formula(steps: list[tuple[int, int, float]]) -> None:
+                          st.floats(1e-4, 10.0), st.sampled_from([0.0, 1.0, 12.0, 100.0])), max_size=60))
+def test_simulated_workers_learn_their_rates_by_the_workers_formula(
+        steps: list[tuple[int, int, float, float]]) -> None:
     cluster = Cluster(trace_of((1,)), ClusterSettings(num_workers=1), POLICIES["round_robin"])
     simulated, rates = cluster.workers[0], EngineRates()
     rates.observe(prefill_tokens=WARM_UP_TOKENS, decode_rows=0, step_s=simulated.model.prefill_s(WARM_UP_TOKENS))
     rates.observe(prefill_tokens=0, decode_rows=1, step_s=simulated.model.decode_step_s(1, WARM_UP_TOKENS))
-    for prefill_tokens, decode_rows, step_s in steps:
+    for prefill_tokens, decode_rows, step_s, pause_s in steps:
+        cluster.clock.now += pause_s + step_s
         if prefill_tokens or decode_rows:
             simulated._learn(prefill_tokens, decode_rows, step_s)
-            rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows, step_s=step_s)
+            rates.observe(prefill_tokens=prefill_tokens, decode_rows=decode_rows, step_s=step_s,
+                          at=cluster.clock.now)
     report = simulated.report()
     assert report.prefill_tokens_per_s == pytest.approx(rates.prefill_tokens_per_s)
     assert report.decode_step_s == pytest.approx(rates.decode_step_s)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.timings import PHASES, EngineRates, SequenceTimings, StepTiming
+from worker.engine.timings import PAUSE_S, PHASES, EngineRates, SequenceTimings, StepTiming
 
 seconds = st.floats(min_value=0.0, max_value=10.0)
 
@@ -105,3 +105,18 @@ def test_rates_follow_a_change_of_load() -> None:
         rates.observe(prefill_tokens=0, decode_rows=1, step_s=0.2)
     assert rates.prefill_tokens_per_s == pytest.approx(50.0, rel=0.02)
     assert rates.decode_step_s == pytest.approx(0.2, rel=0.02)
+
+
+def test_after_a_pause_the_first_prompt_counts_for_most_and_a_short_one_for_little() -> None:
+    rates = EngineRates()
+    for second in range(50):
+        rates.observe(prefill_tokens=1000, decode_rows=0, step_s=10.0, at=float(second))
+    rates.observe(prefill_tokens=1000, decode_rows=0, step_s=1.0, at=49.0 + PAUSE_S)
+    assert rates.prefill_tokens_per_s < 115, "a pause like others"
+    later = 200.0
+    rates.observe(prefill_tokens=40, decode_rows=0, step_s=0.04, at=later)
+    assert rates.prefill_tokens_per_s < 130
+    rates.observe(prefill_tokens=2000, decode_rows=0, step_s=2.0, at=2 * later)
+    assert rates.prefill_tokens_per_s > 450
+    rates.observe(prefill_tokens=2000, decode_rows=0, step_s=2.0, at=3 * later)
+    assert rates.prefill_tokens_per_s > 800

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
-from gateway.knowledge.engines.headstart import BlockCounts, Cpu, LoadReport, WorkerReport
+from gateway.knowledge.engines.headstart import BlockCounts, Cpu, LoadReport, Rates, WorkerReport
 from gateway.routing.endpoint import Knowledge
+from gateway.routing.fading_rates import FADES_AFTER_S, HALF_LIFE_S
 from gateway.routing.load_ledger import NO_LOAD, LoadView
 from worker.protocol.block_hash import HashScheme
 
@@ -137,3 +138,28 @@ def test_views_of_many_are_what_each_would_show_now_whatever_changes() -> None:
     second.own_load_at_report = LoadView(3, 0, 0)
     assert table.views(endpoints, loads)[1].num_running == 0
     assert table.views(endpoints, {**loads, "b": LoadView(2, 0, 0)})[1].num_running == 2
+
+
+def test_rates_that_nothing_confirms_fade_to_what_peers_report_until_a_request_goes_there() -> None:
+    table = EndpointTable((worker("a"), worker("b")))
+    a, b = table
+    for endpoint, rates in ((a, Rates(4000.0, 0.02)), (b, Rates(1000.0, 0.08))):
+        endpoint.report, endpoint.joined_epoch = msgspec.structs.replace(report(), rates=rates), "e"
+        table.fade_rates(endpoint, 0.0)
+    table.fade_rates(b, FADES_AFTER_S + HALF_LIFE_S)
+    view = b.view(NO_LOAD)
+    assert (view.prefill_tokens_per_s, view.decode_step_s) == (2000.0, 0.04)
+    assert a.view(NO_LOAD).prefill_tokens_per_s == 4000.0
+    table.tried(b, FADES_AFTER_S + HALF_LIFE_S)
+    assert b.view(NO_LOAD).prefill_tokens_per_s == 1000.0
+    table.fade_rates(b, 2 * FADES_AFTER_S + HALF_LIFE_S)
+    assert b.faded_rates is None
+    table.fade_rates(b, 1e6)
+    assert b.faded_rates is not None
+    b.own_load_at_report = LoadView(1, 0, 100)
+    table.fade_rates(b, 1e6)
+    assert b.faded_rates is None, "a request of ours is there"
+    b.own_load_at_report = NO_LOAD
+    table.fade_rates(b, 2e6)
+    table.forget_rates(b)
+    assert b.faded_rates is None, "another process"

@@ -116,3 +116,13 @@ def test_first_tokens_of_what_was_loaded_teach_the_tier_and_not_the_rate() -> No
     assert rates(learning) == REPORTED
     load(0, epoch="2")
     assert learning.tier_ratio("a") == SLOW_TIER_RATIO, "another life"
+
+
+def test_a_worker_that_reports_that_it_is_slow_no_more_is_not_held_against_it() -> None:
+    learning, slow = Learning(), (REPORTED[0] / 10, REPORTED[1] * 10)
+    for _ in range(9):
+        stream(learning, first_token_s=2.6, inter_token_s=0.2, reported=slow)
+    assert rates(learning, slow) == slow
+    for _ in range(3):
+        stream(learning, first_token_s=0.26, reported=REPORTED)
+        assert rates(learning) == REPORTED

@@ -224,7 +224,7 @@ class Engine:
             self._bandwidth.observe(num_bytes=self._spec.weights_read_bytes + context * self._spec.kv_bytes_per_token,
                                     step_s=step_s)
         self._rates.observe(prefill_tokens=sum(num_tokens for _, num_tokens in chunks), decode_rows=decode_rows,
-                            step_s=step_s)
+                            step_s=step_s, at=timing.ended_at)
 
     def _note_preemptions(self, plan: StepPlan) -> list[PreemptionNote]:
         # One preempted for want of memory, after the last step, may have been aborted since.

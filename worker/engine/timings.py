@@ -13,6 +13,9 @@ PHASES = ("queue", "allocate", "prefill", "recompute", "sample")
 PREFILL_SAMPLE_TOKENS_MIN = 32      # smaller prefill shares measure overhead, not speed
 RATE_DECAY = 0.9                    # weight of the past at every new observation: about the last ten count
 FIXED_ROWS = 8                      # what a decode step takes whatever its batch, in rows
+PAUSE_S = 10.0                      # without prefill; from then on, what was measured before it ages
+AGE_HALF_LIFE_S = 10.0
+AGED_TOKENS_MIN = 256               # what is left of it at least: a short prompt measures overhead, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +95,20 @@ class EngineRates:
 
     Steps that only decode measure the second; steps with a real share of prefill measure the first, the time of the
     decode rows in them taken off: as long as rows alone took lately, longer where they are more now, as if FIXED_ROWS
-    came on top of any number. Observations decay, so a change of load shows within about ten steps.
+    came on top of any number. Observations decay, so a change of load shows within about ten steps. After a pause the
+    first prompt counts for most: whoever was slow before it, and was spared work therefore, may have only one to show
+    that it no longer is. Decode steps come in numbers, so theirs needs no such thing.
     """
 
     def __init__(self) -> None:
         self._prefill_tokens = 0.0
         self._prefill_s = 0.0
+        self._prefill_at: float | None = None
         self._decode_step_s: float | None = None
         self._decode_rows = 0.0
 
-    def observe(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
+    def observe(self, *, prefill_tokens: int, decode_rows: int, step_s: float, at: float | None = None) -> None:
+        """A step of `step_s` seconds that ended `at`; None, as for a warm-up: no pause is known before or after."""
         if prefill_tokens == 0 and decode_rows > 0:
             past = step_s if self._decode_step_s is None else self._decode_step_s
             self._decode_step_s = RATE_DECAY * past + (1 - RATE_DECAY) * step_s
@@ -110,8 +117,18 @@ class EngineRates:
             growth = (decode_rows + FIXED_ROWS) / (self._decode_rows + FIXED_ROWS)
             decode_s = self.decode_step_s * max(1.0, growth) if decode_rows else 0.0
             own_s = max(step_s - decode_s, step_s * prefill_tokens / (prefill_tokens + decode_rows) / 4)
-            self._prefill_tokens = RATE_DECAY * self._prefill_tokens + prefill_tokens
-            self._prefill_s = RATE_DECAY * self._prefill_s + own_s
+            kept = RATE_DECAY * self._kept_after_pause(at)
+            self._prefill_tokens = kept * self._prefill_tokens + prefill_tokens
+            self._prefill_s = kept * self._prefill_s + own_s
+            self._prefill_at = at
+
+    def _kept_after_pause(self, at: float | None) -> float:
+        """What part of the past still counts."""
+        pause_s = 0.0 if at is None or self._prefill_at is None else at - self._prefill_at - PAUSE_S
+        if pause_s <= 0:
+            return 1.0
+        least = AGED_TOKENS_MIN / self._prefill_tokens if self._prefill_tokens > AGED_TOKENS_MIN else 1.0
+        return float(max(least, 2.0 ** (-pause_s / AGE_HALF_LIFE_S)))
 
     @property
     def prefill_tokens_per_s(self) -> float:
