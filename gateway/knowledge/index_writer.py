@@ -61,10 +61,15 @@ class IndexWriter:
 
     async def apply(self, endpoint_id: str, batches: Sequence[NumberedBatch]) -> None:
         """Apply batches, in this order, to the life begun by restart()."""
-        if self._may_apply_now(batches):
-            self._appliers[endpoint_id].apply_all(batches)
-            return
-        await self._submit(_Change(endpoint_id, _new_future(), batches=batches))
+        if not self.apply_at_once(endpoint_id, batches):
+            await self._submit(_Change(endpoint_id, _new_future(), batches=batches))
+
+    def apply_at_once(self, endpoint_id: str, batches: Sequence[NumberedBatch]) -> bool:
+        """apply(), or False where that has to wait."""
+        if not self._may_apply_now(batches):
+            return False
+        self._appliers[endpoint_id].apply_all(batches)
+        return True
 
     async def forget(self, endpoint_id: str) -> None:
         """The endpoint holds nothing any more."""

@@ -219,16 +219,18 @@ class Booking:
                       inherited_tokens)
 
     def outlived_by(self) -> Iterator[tuple[Booking, int]]:
-        """Who of those that were booked later use what it keeps, the last of them for each part; and how much."""
+        """Who of those that were booked later use what it keeps, the last of them for each block; and how much."""
         chain = self.footprint.chain
         for part in self._parts():
+            reached, num_tokens = part.start, 0
             for booking in reversed(self._account.open):
-                if booking is self:
+                if booking is self or reached == part.end:
                     break
-                end = shared_blocks(booking.footprint.chain, chain, part.start, part.end)
-                if end > part.start:
-                    yield booking, part.up_to(end).tokens
-                    break
+                end = shared_blocks(booking.footprint.chain, chain, reached, part.end)
+                if end > reached:
+                    before, num_tokens = num_tokens, part.up_to(end).tokens
+                    reached = end
+                    yield booking, num_tokens - before
 
     def _parts(self) -> list[Part]:
         """What it keeps and others may use too."""
