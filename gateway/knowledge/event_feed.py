@@ -1,6 +1,6 @@
 """One worker's KV events, followed without a hole: subscribe, snapshot, then every later batch in order.
 
-Owns: two ZeroMQ sockets and the worker's FeedStatus. Writes the index only through the IndexWriter.
+Owns: the live socket, the replay socket and the worker's FeedStatus. Writes the index only through the IndexWriter.
 Must never: apply a batch out of order, or call knowledge exact while a batch is missing.
 
 A hole is filled from the worker's replay socket, or, when that no longer reaches back far enough, by a new snapshot.
@@ -16,13 +16,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from zmq.asyncio import Context, Socket
-from zmq.constants import Event, SocketOption, SocketType
-from zmq.sugar.socket import Socket as PlainSocket
-from zmq.utils.monitor import parse_monitor_message
+from zmq.constants import SocketOption, SocketType
 
 from gateway.knowledge.endpoint_table import FeedStatus
 from gateway.knowledge.engines.headstart import (
@@ -34,7 +31,7 @@ from gateway.knowledge.engines.headstart import (
 )
 from gateway.knowledge.feed_sequence import FeedSequence, Verdict
 from gateway.knowledge.index_writer import TURN_S, IndexWriter, NumberedBatch
-from gateway.knowledge.live_socket import LiveSocket
+from gateway.knowledge.live_socket import LiveSocket, LiveSocketLost
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.cache_events import (
     BlockRemoved,
@@ -54,13 +51,11 @@ REPLAY_IDLE_S = 0.75
 QUIET_CHECK_S = 0.4
 MAX_REPLAY_BATCHES = 20_000
 BATCHES_PER_TURN = 32
-RECEIVE_HIGH_WATER_MARK = 100_000
+ALONE_MAX_BYTES = 16 << 10   # what is longer may be too much for the turn in which it comes
 FIRST_RETRY_S = 0.2
 MAX_RETRY_S = 5.0
-_WATCHED = Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED
 _log = get_logger(__name__)
 
-AnySocket = TypeVar("AnySocket", bound="PlainSocket[Any]")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
@@ -92,7 +87,7 @@ class EventFeed:
             began_at = time.monotonic()
             try:
                 await self._follow(context)
-            except (FeedBroken, WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
+            except (FeedBroken, LiveSocketLost, WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
                 self._status.detail = str(why)
                 _log.info("event_feed_broken", worker=self._endpoint_id, reason=str(why))
             except Exception as error:
@@ -114,29 +109,15 @@ class EventFeed:
             await self._writer.forget(self._endpoint_id)
 
     async def _follow(self, context: Context) -> None:
-        with (_opened(context.socket(SocketType.SUB, socket_class=PlainSocket)) as socket,
-              _opened(context.socket(SocketType.DEALER)) as dealer):
-            socket.setsockopt(SocketOption.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-            socket.setsockopt(SocketOption.SUBSCRIBE, self._topic.encode())
-            monitor = socket.get_monitor_socket(_WATCHED)
-            try:
-                socket.connect(self._live_address)
-                dealer.connect(self._replay_address)
-                await self._await_handshake(monitor)
-                await self._resync()
-                with contextlib.closing(LiveSocket(socket)) as live:
-                    await _first_of(self._consume(live, dealer), _await_disconnect(monitor))
-            finally:
-                socket.disable_monitor()
-
-    async def _await_handshake(self, monitor: Socket) -> None:
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                while await _next_event(monitor) != Event.HANDSHAKE_SUCCEEDED:
-                    pass
+            opened = await LiveSocket.open(self._live_address, self._topic.encode(), CONNECT_TIMEOUT_S)
         except TimeoutError as late:
             raise FeedBroken(f"no event socket answers at {self._live_address}; "
                              "is --events-host reachable from the gateway?") from late
+        with contextlib.closing(opened) as live, _opened(context.socket(SocketType.DEALER)) as dealer:
+            dealer.connect(self._replay_address)
+            await self._resync()
+            await _first_of(self._consume(live, dealer), live.lost())
 
     async def _resync(self) -> None:
         """Replace what the index believes by the worker's snapshot; batches from its barrier on follow."""
@@ -154,12 +135,26 @@ class EventFeed:
     async def _consume(self, live: LiveSocket, dealer: Socket) -> None:
         # What was published between the snapshot and the moment our subscription took effect is in the replay.
         await self._replay(dealer)
+        live.take_alone = self._take_alone
         while True:
             messages = await live.receive(BATCHES_PER_TURN, self._quiet_check_s)
             if messages:
                 await self._take(messages, dealer)
             else:
                 await self._check_quiet(dealer)
+
+    def _take_alone(self, frames: list[bytes]) -> bool:
+        """_take() of one message without a turn of its own, if nothing about it needs one."""
+        if len(frames[-1]) > ALONE_MAX_BYTES:
+            return False
+        seq, batch = self._decode(frames)
+        ready = [NumberedBatch(seq, batch)]
+        if (self._sequence.judge(seq, batch.epoch) is not Verdict.NEXT
+                or not self._writer.apply_at_once(self._endpoint_id, ready)):
+            return False
+        self._sequence.applied(seq)
+        self._applied(ready)
+        return True
 
     async def _take(self, messages: Sequence[list[bytes]], dealer: Socket) -> None:
         """Apply the messages that come next, in one change; replay in front of the first that does not."""
@@ -192,6 +187,9 @@ class EventFeed:
         if not batches:
             return
         await self._writer.apply(self._endpoint_id, batches)
+        self._applied(batches)
+
+    def _applied(self, batches: Sequence[NumberedBatch]) -> None:
         self._status.num_applied_batches += len(batches)
         self._status.num_evicted_blocks += _num_removed(batches)
         self._status.lag_s = max(0.0, time.time() - batches[-1].batch.ts)
@@ -281,7 +279,7 @@ def reachable_address(address: str, worker_url: str) -> str:
 
 
 @contextlib.contextmanager
-def _opened(socket: AnySocket) -> Iterator[AnySocket]:
+def _opened(socket: Socket) -> Iterator[Socket]:
     socket.setsockopt(SocketOption.LINGER, 0)
     socket.setsockopt(SocketOption.IPV6, 1)
     try:
@@ -301,16 +299,6 @@ async def _first_of(*watchers: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _next_event(monitor: Socket) -> int:
-    return int(parse_monitor_message(await monitor.recv_multipart())["event"])
-
-
-async def _await_disconnect(monitor: Socket) -> None:
-    while await _next_event(monitor) != Event.DISCONNECTED:
-        pass
-    raise FeedBroken("the worker closed its event socket")
 
 
 def _num_removed(batches: Sequence[NumberedBatch]) -> int:

@@ -61,12 +61,15 @@ class IndexWriter:
 
     async def apply(self, endpoint_id: str, batches: Sequence[NumberedBatch]) -> None:
         """Apply batches, in this order, to the life begun by restart()."""
-        if self._may_apply_now(batches):
-            applier = self._appliers[endpoint_id]
-            for numbered in batches:
-                applier.apply(numbered.batch, numbered.seq)
-            return
-        await self._submit(_Change(endpoint_id, _new_future(), batches=batches))
+        if not self.apply_at_once(endpoint_id, batches):
+            await self._submit(_Change(endpoint_id, _new_future(), batches=batches))
+
+    def apply_at_once(self, endpoint_id: str, batches: Sequence[NumberedBatch]) -> bool:
+        """apply(), or False where that has to wait."""
+        if not self._may_apply_now(batches):
+            return False
+        self._appliers[endpoint_id].apply_all(batches)
+        return True
 
     async def forget(self, endpoint_id: str) -> None:
         """The endpoint holds nothing any more."""
@@ -133,7 +136,7 @@ class IndexWriter:
 
     async def _perform(self, change: _Change) -> None:
         if change.batches:
-            await self._apply_batches(self._appliers[change.endpoint_id], change.batches)
+            await self._spread(self._appliers[change.endpoint_id].steps(change.batches))
             return
         self._appliers.pop(change.endpoint_id, None)
         self._index.retire(change.endpoint_id)
@@ -142,10 +145,6 @@ class IndexWriter:
             applier = EventApplier(self._index, change.endpoint_id, scheme, epoch)
             self._appliers[change.endpoint_id] = applier
             await self._spread(applier.event_steps(blocks))
-
-    async def _apply_batches(self, applier: EventApplier, batches: Sequence[NumberedBatch]) -> None:
-        for numbered in batches:
-            await self._spread(applier.steps(numbered.batch, numbered.seq))
 
     async def _spread(self, steps: Iterator[None]) -> None:
         """Take the steps, over as many turns of the loop as they need."""

@@ -1,76 +1,190 @@
-"""The subscription to one worker's live events, read by the event loop itself.
+"""The subscription to one worker's live events: a connection of the event loop's own.
 
-Owns: the SUB socket's place in the loop. zmq.asyncio would do, but a message that comes alone costs several times as
-much there as what is done with it.
-Must never: parse a message.
+libzmq would do, but it has a thread that has to be woken for each message and wakes the loop in turn, and a dozen
+system calls; a message that comes alone costs several times as much there as what is done with it.
+Owns: the connection, and what has come and nobody has read, WAITING_MAX_BYTES and one read more: then the publisher
+waits, and drops what it has no room for. Must never: parse a message, or connect again by itself once it was ready.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Self, cast
 
-from zmq.constants import Flag, SocketOption
-from zmq.error import Again
-from zmq.sugar.socket import Socket
+from gateway.knowledge.zmtp import GREETING, Subscriber, ZmtpError
+
+WAITING_MAX_BYTES = 16 << 20
+RETRY_S = 0.1
+TCP, IPC = "tcp://", "ipc://"
+
+Message = list[bytes]
 
 
-class LiveSocket:
-    """Around a connected plain socket, whose owner closes it, after this. One reader at a time."""
+class LiveSocketLost(Exception):
+    """The connection has ended, or could not be made; the message says why."""
 
-    def __init__(self, socket: Socket[bytes]) -> None:
-        self._socket = socket
+
+class LiveSocket(asyncio.Protocol):
+    """open() one, close() it after. One reader at a time.
+
+    `take_alone` is offered what comes alone while a reader waits, and says whether it has dealt with it; the reader
+    then goes on waiting. What it raises, the reader gets.
+    """
+
+    def __init__(self, topic: bytes) -> None:
+        self.take_alone: Callable[[Message], bool] | None = None
         self._loop = asyncio.get_running_loop()
-        self._descriptor = socket.getsockopt(SocketOption.FD)
+        self._subscriber = Subscriber(topic)
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._lost: asyncio.Future[None] = self._loop.create_future()
+        self._messages: deque[Message] = deque()
+        self._num_bytes = 0
+        self._is_paused = False
         self._waiting: asyncio.Future[None] | None = None
-        # The descriptor tells of a change once: nothing is there only between an empty read and the next change.
-        self._is_empty = False
+        self._heard_at = 0.0
         self._was_full = False
-        self._loop.add_reader(self._descriptor, self._changed)
+        self._failure: Exception | None = None
+
+    @classmethod
+    async def open(cls, address: str, topic: bytes, within_s: float) -> Self:
+        """Connected and subscribed. TimeoutError when nobody there turns out to be a publisher in time."""
+        async with asyncio.timeout(within_s):
+            while True:
+                live = cls(topic)
+                try:
+                    await live._connect(address)
+                    await live._ready
+                except (OSError, LiveSocketLost):
+                    await asyncio.sleep(RETRY_S)    # it may be about to come
+                except BaseException:
+                    live.close()
+                    raise
+                else:
+                    return live
+
+    async def _connect(self, address: str) -> None:
+        if address.startswith(IPC):
+            path = address.removeprefix(IPC)
+            await self._loop.create_unix_connection(lambda: self, "\0" + path[1:] if path.startswith("@") else path)
+            return
+        host, _, port = address.removeprefix(TCP).rpartition(":")
+        if not address.startswith(TCP) or not port.isdecimal():
+            raise OSError(f"not an address to connect to: {address}")
+        await self._loop.create_connection(lambda: self, host.strip("[]"), int(port))
 
     def close(self) -> None:
-        """Leave the loop."""
-        self._loop.remove_reader(self._descriptor)
+        """Let go of the connection."""
+        if self._transport is not None:
+            self._transport.abort()
 
-    async def receive(self, num_max: int, timeout_s: float) -> list[list[bytes]]:
+    async def lost(self) -> None:
+        """Await the end of the connection, which is LiveSocketLost."""
+        await asyncio.shield(self._lost)
+
+    async def receive(self, num_max: int, timeout_s: float) -> list[Message]:
         """At least one message, and up to `num_max` of those that are there already; none after so long a silence.
 
         However many there are, others on the loop get their turn in between.
         """
         if self._was_full:
             await asyncio.sleep(0)
-        deadline = self._loop.time() + timeout_s
-        while not (messages := self._read(num_max)):
-            if self._loop.time() >= deadline:
+        self._heard_at = self._loop.time()
+        while not self._messages and self._failure is None:
+            silent_at = self._heard_at + timeout_s
+            if self._loop.time() >= silent_at:
                 break
-            await self._await_change(deadline)
-        self._was_full = len(messages) == num_max
-        return messages
+            await self._await_news(silent_at)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return self._taken(num_max)
 
-    def _read(self, num_max: int) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
-        try:
-            while not self._is_empty and len(messages) < num_max:
-                messages.append(self._socket.recv_multipart(Flag.DONTWAIT))
-        except Again:
-            self._is_empty = True
-        return messages
-
-    async def _await_change(self, deadline: float) -> None:
+    async def _await_news(self, until: float) -> None:
         self._waiting = waiting = self._loop.create_future()
-        timer = self._loop.call_at(deadline, _wake, waiting)
+        timer = self._loop.call_at(until, _wake, waiting)
         try:
             await waiting
         finally:
             self._waiting = None
             timer.cancel()
 
-    def _changed(self) -> None:
-        self._is_empty = False
+    def _taken(self, num_max: int) -> list[Message]:
+        waiting = self._messages
+        taken = [waiting.popleft() for _ in range(min(num_max, len(waiting)))]
+        self._num_bytes -= sum(map(_size, taken))
+        self._was_full = len(taken) == num_max
+        if self._is_paused and self._num_bytes <= WAITING_MAX_BYTES // 2 and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return taken
+
+    # ---- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(GREETING)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        subscriber = self._subscriber
+        try:
+            messages = subscriber.feed(data)
+        except ZmtpError as error:
+            self._end(f"no events come from there: {error}")
+            return
+        if output := subscriber.taken_output():
+            assert self._transport is not None
+            self._transport.write(output)
+            if subscriber.is_ready and not self._ready.done():
+                self._ready.set_result(None)
+        if messages and not (len(messages) == 1 and self._is_dealt_with(messages[0])):
+            self._keep(messages)
+
+    def _is_dealt_with(self, message: Message) -> bool:
+        if self._waiting is None or self._messages or self.take_alone is None:
+            return False
+        self._heard_at = self._loop.time()
+        try:
+            return self.take_alone(message)
+        except Exception as error:
+            self._failure = error
+            _wake(self._waiting)
+            return True
+
+    def _keep(self, messages: list[Message]) -> None:
+        self._messages.extend(messages)
+        self._num_bytes += sum(map(_size, messages))
+        if self._num_bytes > WAITING_MAX_BYTES and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
         if self._waiting is not None:
             _wake(self._waiting)
-        else:
-            # Nobody reads now: looking keeps the descriptor from telling of the same change in every turn.
-            self._socket.getsockopt(SocketOption.EVENTS)
+
+    def eof_received(self) -> None:
+        """See asyncio.Protocol. None closes our side too."""
+
+    def connection_lost(self, reason: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._end("the worker closed its event socket" if reason is None else
+                  f"the connection to the worker's event socket was lost: {reason}")
+
+    def _end(self, why: str) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        for future in (self._ready, self._lost):
+            if not future.done():
+                future.set_exception(LiveSocketLost(why))
+                future.exception()  # it may be that nobody asks
+        self.take_alone = None
+
+
+def _size(message: Message) -> int:
+    return sum(map(len, message))
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

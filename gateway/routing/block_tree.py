@@ -64,13 +64,14 @@ class BlockTree:
         return known, False
 
     def append_one(self, parent: int, block_hash: int, holder_set: int) -> int:
-        """A new block below `parent`, in `holder_set`."""
+        """A new block below `parent`, in `holder_set`; 0 where the hash is known."""
         free, first_child, leaves = self._free, self.first_child, self.leaves
         block = free.first
         if block == free.end:
             block = self._refill()
+        if not self.names.insert(block_hash, block):
+            return 0
         free.first = block + 1
-        self.names.insert(block_hash, block)
         self.parent[block] = parent
         self.set_of[block] = holder_set
         if first_child[parent]:
@@ -81,14 +82,29 @@ class BlockTree:
         leaves[block] = None
         return block
 
+    def append_each(self, parents: Sequence[int], hashes: Sequence[int], holder_set: int) -> int:
+        """append_one() of each hash below the block that the hash beside it names; up to the first that is known, or
+        whose parent is not or is in another set than `holder_set`. How many that were."""
+        blocks = self._take_each(len(hashes))
+        num_named = self.names.insert_each(hashes, blocks)
+        if num_named < len(hashes):
+            parents = parents[:num_named]
+        num_made = self._link_each(self.names.find_each(parents), blocks, holder_set)
+        if num_made < len(hashes):
+            for block in blocks[num_made:num_named]:
+                self.names.delete(block)
+            for block in reversed(blocks[num_made:]):
+                self._free.give_back(block)
+        return num_made
+
     def append(self, parent: int, hashes: Sequence[int], holder_set: int) -> list[int]:
         """New blocks for the chain `hashes` below `parent`, all in `holder_set`; fewer, where a hash is known."""
         blocks: list[int] = []
         if len(hashes) < RUN_MIN:
             for block_hash in hashes:
-                if self.find(block_hash):
-                    break
                 parent = self.append_one(parent, block_hash, holder_set)
+                if not parent:
+                    break
                 blocks.append(parent)
             return blocks
         free = self._free
@@ -97,7 +113,8 @@ class BlockTree:
                 self._refill(len(hashes))
             first = free.take(len(hashes))
             count = free.first - first
-            num_made = self.names.insert_run(hashes if count == len(hashes) else hashes[:count], first)
+            num_made = self.names.insert_each(hashes if count == len(hashes) else hashes[:count],
+                                              range(first, free.first))
             if num_made < count:
                 free.first = first + num_made
             if num_made:
@@ -194,6 +211,23 @@ class BlockTree:
         self._link_first(first, parent)
         return ids
 
+    def _link_each(self, parents: Sequence[int], blocks: Sequence[int], holder_set: int) -> int:
+        """Each block below the parent beside it and in its set, up to the first parent in another one, as those not
+        yet linked are; how many."""
+        parent_of, set_of, first_child, leaves = self.parent, self.set_of, self.first_child, self.leaves
+        for block, parent in zip(blocks, parents, strict=False):
+            if set_of[parent] != holder_set:
+                return blocks.index(block)
+            set_of[block] = holder_set
+            parent_of[block] = parent
+            if first_child[parent]:
+                self._link_first(block, parent)
+            else:
+                first_child[parent] = block
+                leaves.pop(parent, None)
+            leaves[block] = None
+        return len(parents)
+
     def _link_first(self, block: int, parent: int) -> None:
         """`block` becomes the first child of `parent`."""
         sibling = self.first_child[parent]
@@ -204,6 +238,19 @@ class BlockTree:
         elif parent in self.leaves:
             # Its recency lives on in the child, which is newer.
             del self.leaves[parent]
+
+    def _take_each(self, count: int) -> Sequence[int]:
+        """So many free ids, in the order in which one after the other would be taken."""
+        free = self._free
+        if free.end - free.first >= count:
+            return range(free.take(count), free.first)
+        blocks: list[int] = []
+        while len(blocks) < count:
+            if free.first == free.end:
+                self._refill(count - len(blocks))
+            first = free.take(count - len(blocks))
+            blocks += range(first, free.first)
+        return blocks
 
     def _refill(self, at_least: int = 1) -> int:
         """Another run of free ids; more rows, if there is none. Returns its first."""

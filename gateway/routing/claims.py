@@ -6,10 +6,12 @@ empty shell: an open bet keeps the claims object it was placed on, not an endpoi
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from gateway.routing.lanes import ONE
+from gateway.routing.lanes import ONE, REFERENCES_MAX
 
 if TYPE_CHECKING:
     from gateway.routing.bets import Speculation
@@ -53,6 +55,39 @@ class Claims:
         else:
             self.references[block] = counts
         return len(self.references) - before
+
+    def reference(self, blocks: Iterable[int], shift: int, bits_of: Callable[[int, Claims], int]) -> int:
+        """One more reference on each of `blocks` in the lane of `shift`; the first one confirms, which the masks,
+        that `bits_of` reads, do not say yet. Returns by how much references and stakes grew."""
+        references, stakes, confirmed_bit = self.references, self.stakes, self.confirmed_bit
+        before = len(references) + len(stakes)
+        for block in blocks:
+            if bits_of(block, self) & confirmed_bit:
+                counts = references.get(block, ONE)
+                if counts >> shift & REFERENCES_MAX < REFERENCES_MAX:
+                    self.count(block, counts + (1 << shift))
+                continue
+            self.num_confirmed += 1
+            stakes.pop(block, None)
+            if shift:
+                self.count(block, 1 << shift)
+        return len(references) + len(stakes) - before
+
+    def stake(self, blocks: Iterable[int], serial: int, bits_of: Callable[[int, Claims], int]) -> array[int]:
+        """One more bet, of this serial, on each of `blocks` that is not confirmed; returns those."""
+        stakes, confirmed_bit = self.stakes, self.confirmed_bit
+        first = serial << STAKE_COUNT_BITS | 1
+        unconfirmed = array("i")
+        for block in blocks:
+            stake = stakes.get(block)
+            if stake is None:
+                if bits_of(block, self) & confirmed_bit:
+                    continue
+                stakes[block] = first
+            else:
+                stakes[block] = stake + 1
+            unconfirmed.append(block)
+        return unconfirmed
 
     def clear(self) -> None:
         """The endpoint is gone: open bets find nothing here any more."""

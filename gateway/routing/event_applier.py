@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from msgspec.structs import replace
 
 from gateway.routing.handles import Handles
 from gateway.routing.prefix_index import PrefixIndex
-from worker.protocol.block_hash import ExtraKey, HashScheme, continue_chain
-from worker.protocol.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventBatch
+from worker.protocol.block_hash import ExtraKey, HashScheme, continue_chain, next_hash, next_hashes
+from worker.protocol.cache_events import BlockRemoved, BlockStored, CacheEvent, EventBatch
 
 # Kind of an extra key in another engine's terms: it makes the chain distinct, and no prompt of ours has it.
 FOREIGN_KEY = 255
 # A turn of the event loop should not hold more blocks than this: larger events are applied in pieces.
 BLOCKS_A_PIECE = 256
+# And stores of one block each not more than this; fewer than that are quicker one by one.
+ONES_A_PIECE = 64
+ONES_TOGETHER_MIN = 8
 
 
 @dataclass(slots=True)
@@ -76,44 +80,73 @@ class EventApplier:
 
     def apply(self, batch: EventBatch, seq: int | None = None) -> None:
         """Apply every event of the batch, in order; all at once, see steps()."""
-        for _ in self.steps(batch, seq):
-            pass
+        self.apply_all([(seq, batch)])
 
-    def steps(self, batch: EventBatch, seq: int | None = None) -> Iterator[None]:
-        """Apply the batch piece by piece, so that the caller may pause after each; `last_seq` is set with the last.
-
-        A batch of another epoch speaks of another process's blocks and is not applied.
-        """
-        if self.epoch is not None and batch.epoch is not None and batch.epoch != self.epoch:
-            self.counts.num_other_epoch += 1
+    def apply_all(self, batches: Iterable[tuple[int | None, EventBatch]]) -> None:
+        """Apply several batches, each behind its sequence number, in order; all at once, see steps()."""
+        events = list(self._events_of(batches))
+        if len(events) >= ONES_TOGETHER_MIN:
+            self.apply_events(events)
             return
-        yield from self.event_steps(batch.events)
-        if seq is not None:
-            self.last_seq = seq
+        for event in events:   # what a few streams tell of; steps would cost as much as storing
+            if type(event) is BlockStored and len(event.block_hashes) <= BLOCKS_A_PIECE:
+                self._store(event)
+            else:
+                self.apply_events([event])
+
+    def steps(self, batches: Iterable[tuple[int | None, EventBatch]]) -> Iterator[None]:
+        """Apply the batches piece by piece, so that the caller may pause after each; `last_seq` is set with the last
+        event of a batch."""
+        return self.event_steps(self._events_of(batches))
 
     def apply_events(self, events: Iterable[CacheEvent]) -> None:
         for _ in self.event_steps(events):
             pass
 
     def event_steps(self, events: Iterable[CacheEvent]) -> Iterator[None]:
-        """As steps(), for events alone."""
+        """As steps(), for events alone. Stores of one block each that come in a row are looked at together."""
+        block_size = self._scheme.block_size
+        ones: list[BlockStored] = []
         for event in events:
-            if isinstance(event, BlockStored):
-                if len(event.block_hashes) <= BLOCKS_A_PIECE:
-                    self._store(event)
-                    yield
-                    continue
-                for piece in _pieces(event):
-                    self._store(piece)
-                    yield
-            elif isinstance(event, BlockRemoved):
-                for start in range(0, len(event.block_hashes), BLOCKS_A_PIECE):
-                    self._remove(event, event.block_hashes[start:start + BLOCKS_A_PIECE])
-                    yield
-            elif isinstance(event, AllBlocksCleared):
-                self.counts.num_cleared += 1
-                self.reset()
+            one = event if _is_one_more(event, block_size) else None
+            if ones and (one is None or len(ones) == ONES_A_PIECE):
+                self._store_ones(ones)
+                ones = []
                 yield
+            if one is not None:
+                ones.append(one)
+            elif type(event) is BlockStored and len(event.block_hashes) <= BLOCKS_A_PIECE:
+                self._store(event)
+                yield
+            else:
+                yield from self._steps_of(event)
+        if ones:
+            self._store_ones(ones)
+            yield
+
+    def _events_of(self, batches: Iterable[tuple[int | None, EventBatch]]) -> Iterator[CacheEvent]:
+        """A batch of another epoch speaks of another process's blocks and is not applied."""
+        for seq, batch in batches:
+            if self.epoch is not None and batch.epoch is not None and batch.epoch != self.epoch:
+                self.counts.num_other_epoch += 1
+                continue
+            yield from batch.events
+            if seq is not None:
+                self.last_seq = seq
+
+    def _steps_of(self, event: CacheEvent) -> Iterator[None]:
+        if type(event) is BlockStored:
+            for piece in _pieces(event):
+                self._store(piece)
+                yield
+        elif type(event) is BlockRemoved:
+            for start in range(0, len(event.block_hashes), BLOCKS_A_PIECE):
+                self._remove(event, event.block_hashes[start:start + BLOCKS_A_PIECE])
+                yield
+        else:
+            self.counts.num_cleared += 1
+            self.reset()
+            yield
 
     def reset(self) -> None:
         """Forget all that the endpoint holds, bets included: it cleared its cache, restarted, or we lost track.
@@ -125,6 +158,8 @@ class EventApplier:
 
     def _store(self, event: BlockStored) -> None:
         num_blocks = len(event.block_hashes)
+        if num_blocks == 1 and self._store_next(event):
+            return
         scheme = self._scheme
         self.event_block_size = event.block_size
         if not self._understood(event):
@@ -144,6 +179,45 @@ class EventApplier:
             self.counts.num_refused += num_blocks - num_stored
         if own[-1] != event.block_hashes[-1] or tuple(own) != event.block_hashes:
             self._keep_handles(event.block_hashes, own[:num_stored], tier)
+
+    def _store_next(self, event: BlockStored) -> bool:
+        """Whether the usual case holds: an engine that hashes as we do has one more block in a chain that it holds.
+        Then it is stored."""
+        block_size = self._scheme.block_size
+        if len(self._handles) or not _is_one_more(event, block_size):
+            return False
+        parent, block_hash = event.parent_block_hash or 0, event.block_hashes[0]
+        if (next_hash(parent, event.token_ids, block_size) != block_hash
+                or not self._index.store_next(self._endpoint_id, parent, block_hash)):
+            return False
+        self.event_block_size = block_size
+        self.counts.num_stored += 1
+        return True
+
+    def _store_ones(self, events: Sequence[BlockStored]) -> None:
+        """_store() of each, in this order; all of them satisfy _is_one_more()."""
+        num_done = 0
+        if len(events) >= ONES_TOGETHER_MIN and not len(self._handles):
+            num_done = self._store_together(events)
+        for event in events[num_done:]:
+            self._store(event)
+
+    def _store_together(self, events: Sequence[BlockStored]) -> int:
+        """As many as that is quicker for, from the first on. Blocks of an engine that hashes in its own way have to
+        be stored one by one, and so has whatever the index does not take together with others."""
+        parents = [event.parent_block_hash or 0 for event in events]
+        own = next_hashes(parents, [event.token_ids for event in events], self._scheme.block_size)
+        if own != [event.block_hashes[0] for event in events]:
+            return 0
+        self.event_block_size = self._scheme.block_size
+        num_done = 0
+        while num_stored := self._index.store_each(self._endpoint_id, parents[num_done:], own[num_done:]):
+            self.counts.num_stored += num_stored
+            num_done += num_stored
+            if num_done < len(own):
+                self._store(events[num_done])
+                num_done += 1
+        return num_done
 
     def _understood(self, event: BlockStored) -> bool:
         """Whether the store can be indexed; otherwise counts why not."""
@@ -196,6 +270,14 @@ class EventApplier:
         if num_removed or not self._index.holds(self._endpoint_id, own):
             self._handles.drop_reference(engine_hash)
         return num_removed
+
+
+def _is_one_more(event: CacheEvent, block_size: int) -> TypeGuard[BlockStored]:
+    """Whether one block without anything special follows another in the fast tier, as in a decoding engine."""
+    return (type(event) is BlockStored and len(event.block_hashes) == 1
+            and event.block_size == block_size == len(event.token_ids)
+            and event.parent_block_hash is not None and event.medium == "GPU"
+            and not (event.extra_keys or event.foreign_extra_keys or event.group_idx))
 
 
 def _pieces(event: BlockStored) -> Iterator[BlockStored]:

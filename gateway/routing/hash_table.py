@@ -9,7 +9,7 @@ Buckets grow a few at a time (linear hashing): no insertion ever pays for the wh
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -42,35 +42,65 @@ class HashTable:
             entry = self.following[entry]
         return entry
 
-    def insert(self, key: int, entry: int) -> None:
-        """`entry`, an id below len(key_of) that is in no bucket, is `key` from now on; `key` is not there yet."""
+    def find_each(self, keys: Iterable[int]) -> list[int]:
+        """The ids of `keys`, up to the first that is not there."""
+        heads, following, key_of = self.heads, self.following, self.key_of
+        mask, high_mask, split = self.mask, self.high_mask, self.split
+        found: list[int] = []
+        for key in keys:
+            slot = key & mask
+            if slot < split:
+                slot = key & high_mask
+            entry = heads[slot]
+            while entry and key_of[entry] != key:
+                entry = following[entry]
+            if not entry:
+                break
+            found.append(entry)
+        return found
+
+    def insert(self, key: int, entry: int) -> bool:
+        """`entry`, an id below len(key_of) that is in no bucket, is `key` from now on; False where `key` is there."""
         slot = key & self.mask
         if slot < self.split:
             slot = key & self.high_mask
-        heads = self.heads
-        self.key_of[entry] = key
-        self.following[entry] = heads[slot]
+        heads, key_of = self.heads, self.key_of
+        first = other = heads[slot]
+        while other:
+            if key_of[other] == key:
+                return False
+            other = self.following[other]
+        key_of[entry] = key
+        self.following[entry] = first
         heads[slot] = entry
         self.num_entries += 1
         if self.num_entries > len(heads):
             self.make_room()
+        return True
 
-    def insert_run(self, keys: Sequence[int], first: int) -> int:
-        """insert() of `keys` as ids from `first` on, up to the first key that is there already; how many went in."""
+    def insert_each(self, keys: Sequence[int], entries: Sequence[int]) -> int:
+        """insert() of each of `keys` as the id beside it, up to the first key that is there already; how many."""
         num_inserted = len(keys)
-        if num_inserted < AT_ONCE_MIN or not self._insert_at_once(keys, first):
-            num_inserted = self._insert_in_turn(keys, first)
+        if num_inserted < AT_ONCE_MIN or not self._insert_at_once(keys, entries):
+            num_inserted = self._insert_in_turn(keys, entries)
         self.num_entries += num_inserted
         while self.num_entries > len(self.heads):
             self.make_room()
         return num_inserted
 
-    def _insert_in_turn(self, keys: Sequence[int], first: int) -> int:
+    def _insert_in_turn(self, keys: Sequence[int], entries: Sequence[int]) -> int:
         """Into the buckets, up to the first key that is there already; how many."""
-        self.key_of[first:first + len(keys)] = array("Q", keys)
         heads, following, key_of = self.heads, self.following, self.key_of
         mask, high_mask, split = self.mask, self.high_mask, self.split
-        for entry, key in enumerate(keys, first):
+        pairs: Iterable[tuple[int, int]]
+        if type(entries) is range:
+            key_of[entries.start:entries.stop] = array("Q", keys)
+            pairs = enumerate(keys, entries.start)
+        else:
+            pairs = list(zip(entries, keys, strict=True))
+            for entry, key in pairs:
+                key_of[entry] = key
+        for entry, key in pairs:
             slot = key & mask
             if slot < split:
                 slot = key & high_mask
@@ -81,11 +111,11 @@ class HashTable:
                     other = following[other]
                 if other:
                     following[entry] = 0
-                    return entry - first
+                    return entries.index(entry)
             heads[slot] = entry
         return len(keys)
 
-    def _insert_at_once(self, keys: Sequence[int], first: int) -> bool:
+    def _insert_at_once(self, keys: Sequence[int], entries: Sequence[int]) -> bool:
         """Into the buckets, if none of `keys` is there and none comes twice; whether that is so. All are looked up
         together: most of an insertion is waiting for memory."""
         if len(set(keys)) < len(keys):
@@ -99,13 +129,13 @@ class HashTable:
             if (key_of.take(level) == given).any():   # perhaps 0, which stands for none: the other way tells
                 return False
             level = following.take(level)
-        ids = np.arange(first, first + len(keys), dtype=np.uint32)
-        key_of[first:first + len(keys)] = given
-        following[first:first + len(keys)] = others
+        ids = np.array(entries, np.uint32)
+        key_of[ids] = given
+        following[ids] = others
         heads[slots] = ids
         for index in (heads.take(slots) != ids).nonzero()[0].tolist():   # another of them is in this bucket
-            following[first + index] = heads[slots[index]]
-            heads[slots[index]] = first + index
+            following[ids[index]] = heads[slots[index]]
+            heads[slots[index]] = ids[index]
         return True
 
     def delete(self, entry: int) -> None:

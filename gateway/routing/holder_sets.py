@@ -51,6 +51,10 @@ class HolderSets:
             self.num_made += 1
         return number
 
+    def find(self, claimed: int, reached: int) -> int | None:
+        """The number of this set, if there are blocks in it."""
+        return self._number_of.get((claimed, reached))
+
     def move(self, old: int, new: int, count: int) -> None:
         """So many blocks went from one set to the other."""
         num_blocks = self.num_blocks

@@ -49,15 +49,30 @@ class Holdings:
         if sets.claimed[holder_set] != sets.reached[holder_set]:
             claims.num_unreached += count
 
-    def append_one(self, claims: Claims, parent: int, block_hash: int) -> None:
-        """A new block below `parent`, claimed by `claims` alone. Mostly the parent is so too, and its set will do."""
+    def append_one(self, claims: Claims, parent: int, block_hash: int) -> bool:
+        """A new block below `parent`, claimed by `claims` alone; False where the hash is known. Mostly the parent is
+        so too, and its set will do."""
         sets, bits = self.sets, claims.bits
         number = self._tree.set_of[parent]
         if sets.reached[number] != bits or sets.claimed[number] != bits:
+            if self._tree.find(block_hash):
+                return False
             number = self.fresh_set(parent, bits)
             claims.num_unreached += sets.reached[number] != bits
+        if not self._tree.append_one(parent, block_hash, number):
+            return False
         sets.num_blocks[number] += 1
-        self._tree.append_one(parent, block_hash, number)
+        return True
+
+    def append_each(self, claims: Claims, parents: Sequence[int], hashes: Sequence[int]) -> int:
+        """append_one() of each hash below the block that the hash beside it names; up to the first that is known, or
+        whose parent is not, or is not reached and held by `claims` alone. How many that were."""
+        number = self.sets.find(claims.bits, claims.bits)
+        if number is None:
+            return 0
+        num_made = self._tree.append_each(parents, hashes, number)
+        self.sets.num_blocks[number] += num_made
+        return num_made
 
     def grant(self, claims: Claims, blocks: Sequence[int], bits: int) -> None:
         """`blocks`, a chain, become claimed for `bits`: those reach that are reached, and below where claims wait."""

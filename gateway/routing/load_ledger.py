@@ -5,9 +5,9 @@ never go negative. The rule that keeps it true sits inside: a booking is a guard
 once, to the account it took it from. When an endpoint restarts its account is replaced, not zeroed, so a guard of the
 old epoch writes to an account that nobody reads.
 
-Memory: a request holds the tokens it computes, half of the answer expected of it, and what it matched, unless another
-request under way there holds that already; when the one that holds it ends, the duty passes to another sharer. Known
-approximation: a match is held by another as a whole or not at all.
+Memory: a request holds the tokens it computes, half of the answer expected of it, and what it matched beyond what
+others under way there hold already. When it ends, what others still use of that stays held: the duty passes to the
+one who uses most of it. Known approximation: what two compute at the same time counts twice.
 
 One writer (the event loop); pick and book happen with no await between them. With several gateway processes each has
 a ledger of its own, and gateway.shared adds them up.
@@ -15,12 +15,12 @@ a ledger of its own, and gateway.shared adds them up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from gateway.routing.memory_wait import Stream, Streams
+from gateway.routing.memory_wait import Stream, Streams, shared_blocks
 
 # What the newest match counts in `shared_ratio`.
 SHARED_WEIGHT = 0.05
@@ -58,6 +58,19 @@ class Footprint(Struct, frozen=True, gc=False):
 NO_FOOTPRINT = Footprint()
 
 
+class Part(NamedTuple):
+    """Blocks `start` to `end` of a chain, and how many tokens they hold."""
+
+    start: int
+    end: int
+    tokens: int
+
+    def up_to(self, end: int) -> Part:
+        """Its beginning."""
+        return self if end == self.end else Part(self.start, end,
+                                                 self.tokens * (end - self.start) // (self.end - self.start))
+
+
 class Account:
     """The sums of one endpoint in one epoch, and who is in flight there."""
 
@@ -89,18 +102,41 @@ class Account:
         return self._seen
 
     def streams(self) -> Sequence[Stream]:
-        """Who is in flight, in the order of booking."""
+        """Who is in flight, in the order of booking. What several use goes when the last of them ends, which is taken
+        to be the one that was booked last."""
         if self._streams is None:
-            self._streams = Streams(booking.stream() for booking in self.open)
+            lost: dict[Booking, int] = {}
+            inherited: dict[Booking, int] = {}
+            for booking in self.open:
+                if booking.shares:
+                    for heir, num_tokens in booking.outlived_by():
+                        lost[booking] = lost.get(booking, 0) + num_tokens
+                        inherited[heir] = inherited.get(heir, 0) + num_tokens
+            self._streams = Streams([booking.stream(lost.get(booking, 0), inherited.get(booking, 0))
+                                     for booking in self.open])
         return self._streams
 
-    def sharer(self, block_hash: int, depth: int, *, beside: Booking | None = None) -> Booking | None:
-        """Somebody in flight whose prompt goes through this block, the `depth`-th of the chain."""
+    def borrow(self, chain: Sequence[int], depth: int) -> int:
+        """How many of the first `depth` blocks somebody in flight holds; who does has a sharer from now on."""
+        held = 0
         for booking in self.open:
-            chain = booking.footprint.chain
-            if len(chain) >= depth and chain[depth - 1] == block_hash and booking is not beside:
-                return booking
-        return None
+            if held >= depth:
+                break
+            reach = shared_blocks(booking.footprint.chain, chain, held, depth)
+            if reach > held:
+                booking.lends, held = True, reach
+        return held
+
+    def sharer(self, part: Part, chain: Sequence[int]) -> tuple[Booking | None, int]:
+        """Who in flight goes furthest through this part of a chain, and as far as which block."""
+        found, furthest = None, part.start
+        for booking in self.open:
+            reach = shared_blocks(booking.footprint.chain, chain, part.start, part.end)
+            if reach > furthest:
+                found, furthest = booking, reach
+                if furthest == part.end:
+                    break
+        return found, furthest
 
 
 class Booking:
@@ -110,7 +146,7 @@ class Booking:
     """
 
     __slots__ = ("_account", "_began_at", "_context_tokens", "_held_tokens", "_pins", "_prefill_tokens", "_state",
-                 "endpoint_id", "footprint", "found_held")
+                 "endpoint_id", "footprint", "found_held", "lends")
 
     def __init__(self, endpoint_id: str, account: Account, footprint: Footprint, *, prefill_tokens: int,
                  context_tokens: int) -> None:
@@ -121,16 +157,18 @@ class Booking:
         self._context_tokens = context_tokens
         self._state = "prefill"
         self._began_at: float | None = None
-        # What it matched and keeps there: (hash of the last block, depth, tokens), own ones and inherited ones.
-        self._pins: list[tuple[int, int, int]] = []
+        self.lends = False   # of what it computes
+        # What it did not compute and keeps there: its own match, and what it inherited.
+        self._pins: list[Part] = []
         self._held_tokens = prefill_tokens + footprint.output_tokens // 2
         depth = footprint.matched_blocks
-        self.found_held = bool(depth) and account.sharer(footprint.chain[depth - 1], depth) is not None
+        held = account.borrow(footprint.chain, depth) if depth else 0
+        self.found_held = 0 < depth == held
         account.num_inflight += 1
         account.queued_prefill_tokens += prefill_tokens
         account.held_tokens += self._held_tokens
-        if depth and not self.found_held:
-            self._pin((footprint.chain[depth - 1], depth, footprint.matched_tokens))
+        if held < depth:
+            self._pin(Part(held, depth, footprint.matched_tokens - footprint.matched_tokens * held // depth))
         account.open[self] = None
         account.changed()
 
@@ -159,28 +197,58 @@ class Booking:
         account.num_inflight -= 1
         account.held_tokens -= self._held_tokens
         del account.open[self]
-        for pin in self._pins:
-            account.held_tokens -= pin[2]
-            heir = account.sharer(pin[0], pin[1])
-            if heir is not None:
-                heir._pin(pin)
-        self._pins.clear()
+        if self.shares:
+            self._hand_on()
         account.changed()
 
     @property
     def released(self) -> bool:
         return self._state == "released"
 
-    def stream(self) -> Stream:
-        """As memory_wait.py looks at it. What it keeps for others too goes on being kept when it ends."""
-        alone = sum(tokens for block_hash, depth, tokens in self._pins
-                    if self._account.sharer(block_hash, depth, beside=self) is None)
-        return Stream(self._held_tokens + alone, self._prefill_tokens, self.footprint.output_tokens, self._began_at,
-                      self.footprint.chain)
+    @property
+    def shares(self) -> bool:
+        """Whether others may use what it keeps."""
+        return self.lends or bool(self._pins)
 
-    def _pin(self, pin: tuple[int, int, int]) -> None:
+    def stream(self, lost_tokens: int, inherited_tokens: int) -> Stream:
+        """As memory_wait.py looks at it: of what it keeps, others use so much longer, and it so much of theirs."""
+        held = self._held_tokens - lost_tokens
+        if self._pins:
+            held += sum([pin.tokens for pin in self._pins])
+        return Stream(held, self._prefill_tokens, self.footprint.output_tokens, self._began_at, self.footprint.chain,
+                      inherited_tokens)
+
+    def outlived_by(self) -> Iterator[tuple[Booking, int]]:
+        """Who of those that were booked later use what it keeps, the last of them for each block; and how much."""
+        chain = self.footprint.chain
+        for part in self._parts():
+            reached, num_tokens = part.start, 0
+            for booking in reversed(self._account.open):
+                if booking is self or reached == part.end:
+                    break
+                end = shared_blocks(booking.footprint.chain, chain, reached, part.end)
+                if end > reached:
+                    before, num_tokens = num_tokens, part.up_to(end).tokens
+                    reached = end
+                    yield booking, num_tokens - before
+
+    def _parts(self) -> list[Part]:
+        """What it keeps and others may use too."""
+        start, end = self.footprint.matched_blocks, len(self.footprint.chain)
+        return [*self._pins, Part(start, end, self._prefill_tokens)] if self.lends and start < end else self._pins
+
+    def _hand_on(self) -> None:
+        account = self._account
+        account.held_tokens -= sum([pin.tokens for pin in self._pins])
+        for part in self._parts():
+            heir, end = account.sharer(part, self.footprint.chain)
+            if heir is not None:
+                heir._pin(part.up_to(end))
+        self._pins.clear()
+
+    def _pin(self, pin: Part) -> None:
         self._pins.append(pin)
-        self._account.held_tokens += pin[2]
+        self._account.held_tokens += pin.tokens
 
     def __enter__(self) -> Booking:
         return self

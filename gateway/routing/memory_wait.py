@@ -7,8 +7,8 @@ A worker admits a prompt when the whole of it fits, first come first served. So:
 memory back when its answer is expected to end; each that waits takes what it needs as soon as it is there, and gives
 it back a life after its prompt has been computed; then it is our turn. Prompts are computed one after the other.
 
-Known approximations: memory that several streams share stays in use; what other gateways run there ends
-as our own streams do; what an answer holds grows no further while we wait.
+Known approximations: memory that several streams share is given back by the last of them that was sent; what other
+gateways run there ends as our own streams do; what an answer holds grows no further while we wait.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from gateway.routing.output_length import UNKNOWN_LENGTHS, LengthProfile
 
 
 class Stream(NamedTuple):
-    """One request on an endpoint. `held_tokens` is what it keeps there and nobody else does, half of its answer
-    included; `began_at` its first byte, None while it waits; `chain` the hashes of its prompt's blocks."""
+    """One request on an endpoint. `held_tokens` is what it takes there and nobody uses longer, half of its answer
+    included; `began_at` its first byte, None while it waits; `chain` the hashes of its prompt's blocks;
+    `inherited_tokens` others have taken, and it is the last to use them."""
 
     held_tokens: int
     prefill_tokens: int
     output_tokens: int
     began_at: float | None
     chain: Sequence[int] = ()
+    inherited_tokens: int = 0
 
 
 class Streams(list[Stream]):
@@ -45,11 +47,13 @@ class Streams(list[Stream]):
 
     @property
     def columns(self) -> np.ndarray:
-        """A row each: tokens held, output expected, the instant of the first byte (not a number without one)."""
+        """A row each: tokens held, output expected, the instant of the first byte (not a number without one), tokens
+        inherited."""
         if self._columns is None:
             self._columns = np.array([[stream.held_tokens for stream in self],
                                       [stream.output_tokens for stream in self],
-                                      [nan if stream.began_at is None else stream.began_at for stream in self]])
+                                      [nan if stream.began_at is None else stream.began_at for stream in self],
+                                      [stream.inherited_tokens for stream in self]])
         return self._columns
 
 
@@ -69,24 +73,34 @@ class Occupancy(NamedTuple):
     scale: float = 1.0
 
 
-def held_blocks(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> int:
-    """How many of the first `depth` blocks of this prompt a stream keeps in memory.
+def shared_blocks(theirs: Sequence[int], chain: Sequence[int], start: int, end: int) -> int:
+    """As far as which block, from `start` on and `end` at most, two chains are one; `start` if they part before it.
 
     Hashes are chained: equal at one block, equal before it.
     """
+    last = len(theirs) if len(theirs) < end else end
+    if last <= start or theirs[start] != chain[start]:
+        return start
+    if theirs[last - 1] == chain[last - 1]:
+        return last
+    low, high = start + 1, last - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if theirs[middle - 1] == chain[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def held_blocks(streams: Sequence[Stream], chain: Sequence[int], depth: int) -> int:
+    """How many of the first `depth` blocks of this prompt a stream keeps in memory."""
     held = 0
-    for _, _, _, _, theirs in streams:
+    for _, _, _, _, theirs, _ in streams:
         if held >= depth:
             break
         if held < len(theirs) and theirs[held] == chain[held]:
-            low, high = held + 1, min(depth, len(theirs))
-            while low < high:
-                middle = (low + high + 1) // 2
-                if theirs[middle - 1] == chain[middle - 1]:
-                    low = middle
-                else:
-                    high = middle - 1
-            held = low
+            held = shared_blocks(theirs, chain, held, depth)
     return held
 
 
@@ -105,7 +119,7 @@ def begins_in_s(occupancy: Occupancy, needed_tokens: float) -> tuple[float, floa
             free += freed
         computed_at = max(computed_at, room_at) + stream.prefill_tokens * token_s
         free -= held
-        heappush(ends, (computed_at + stream.output_tokens * pace_s, held))
+        heappush(ends, (computed_at + stream.output_tokens * pace_s, held + stream.inherited_tokens))
     while ends and free - reserve < needed_tokens:
         room_at, freed = _next_end(ends, room_at)
         free += freed
@@ -119,12 +133,12 @@ def _apart(occupancy: Occupancy) -> tuple[list[tuple[float, Stream]], list[tuple
     ends: list[tuple[float, float]] = []
     left = lengths.left
     for stream in streams:
-        held_tokens, _, output_tokens, began_at, _ = stream
+        held_tokens, _, output_tokens, began_at, _, inherited = stream
         held = held_tokens * scale
         if began_at is None:
             waiting.append((held, stream))
         else:
-            ends.append((left((now - began_at) / pace_s, output_tokens) * pace_s, held))
+            ends.append((left((now - began_at) / pace_s, output_tokens) * pace_s, held + inherited))
     return waiting, ends
 
 

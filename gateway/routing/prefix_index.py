@@ -78,19 +78,18 @@ class PrefixIndex:
         shift = 0 if tier == "gpu" and not group else self._lanes.shift(tier, group)
         if self._unplaced.by_first:
             self._unplaced.meet(claims, hashes, parent)
-        is_new = not tree.find(hashes[0])
-        if is_new and len(hashes) == 1 and not shift:  # a decoding engine's events
-            self._holdings.append_one(claims, start, hashes[0])
-            claims.num_confirmed += 1
+        if len(hashes) == 1 and not shift and self._holdings.append_one(claims, start, hashes[0]):
+            claims.num_confirmed += 1   # a decoding engine's events
             self._settle(1)
             return 1
+        is_new = not tree.find(hashes[0])
         bits = claims.bits if self._lanes.fast >> shift & 1 else claims.confirmed_bit | claims.any_bit
         known, is_cut = tree.known(start, hashes) if not is_new else ([], False)
         num_stored = len(known)
         last = start
         if known:
             last = known[-1]
-            self._reference(claims, known, shift)
+            self._num_extra += claims.reference(known, shift, self._holdings.bits_of)
             self._holdings.grant(claims, known, bits)
         if num_stored < len(hashes) and not is_cut:
             fresh = self._append(claims, last, hashes[num_stored:] if known else hashes, bits)
@@ -104,6 +103,33 @@ class PrefixIndex:
         if num_stored == len(known):
             tree.touch(last)
         self._settle(len(hashes))
+        return num_stored
+
+    def store_next(self, endpoint_id: str, parent: int, block_hash: int) -> bool:
+        """store() of one block in the first lane, behind one that the endpoint holds, as it comes from a decoding
+        stream; False, and nothing done, where it is known, its parent is not held or a bet is on it."""
+        claims = self._roster.by_id.get(endpoint_id)
+        start = self._tree.find(parent)
+        if (claims is None or not start or block_hash in self._unplaced.by_first
+                or not self._holdings.bits_of(start, claims) & claims.confirmed_bit
+                or not self._holdings.append_one(claims, start, block_hash)):
+            return False
+        claims.num_confirmed += 1
+        self._settle(1)
+        return True
+
+    def store_each(self, endpoint_id: str, parents: Sequence[int], hashes: Sequence[int]) -> int:
+        """store() of each of `hashes` as one block in the first lane, which follows the one hashed as beside it: many
+        streams that decode. Up to the first that is known, whose parent this endpoint does not hold alone, or where
+        bets or the bound have to be looked at; returns how many went before. The next is for store()."""
+        claims = self._roster.by_id.get(endpoint_id)
+        by_first, num_blocks = self._unplaced.by_first, self._num_spent + self._holdings.sets.num_made
+        if (claims is None or num_blocks + len(hashes) > self._spent_max
+                or (by_first and not by_first.keys().isdisjoint(hashes))):
+            return 0
+        num_stored = self._holdings.append_each(claims, parents, hashes)
+        claims.num_confirmed += num_stored
+        self._num_spent += num_stored
         return num_stored
 
     def remove(self, endpoint_id: str, hashes: Iterable[int], tier: str = "gpu", *, group: int = 0) -> int:
@@ -302,38 +328,12 @@ class PrefixIndex:
         self._holdings.made(claims, holder_set, len(blocks))
         return blocks
 
-    def _reference(self, claims: Claims, blocks: list[int], shift: int) -> None:
-        """One more reference on each of `blocks`; the first one confirms. grant() is the caller's."""
-        bits_of, confirmed_bit, references = self._holdings.bits_of, claims.confirmed_bit, claims.references
-        for block in blocks:
-            if bits_of(block, claims) & confirmed_bit:
-                counts = references.get(block, ONE)
-                if counts >> shift & REFERENCES_MAX < REFERENCES_MAX:
-                    self._num_extra += claims.count(block, counts + (1 << shift))
-                continue
-            claims.num_confirmed += 1
-            if claims.stakes.pop(block, None) is not None:
-                self._num_extra -= 1
-            if shift:
-                self._num_extra += claims.count(block, 1 << shift)
-
     def _stake(self, claims: Claims, blocks: list[int]) -> array[int]:
         """One more bet on each of `blocks` that is not confirmed; returns those."""
-        stakes, bits_of, confirmed_bit = claims.stakes, self._holdings.bits_of, claims.confirmed_bit
-        first = self._next_serial << STAKE_COUNT_BITS | 1
-        before = len(stakes)
-        unconfirmed = array("i")
-        for block in blocks:
-            stake = stakes.get(block)
-            if stake is None:
-                if bits_of(block, claims) & confirmed_bit:
-                    continue
-                stakes[block] = first
-            else:
-                stakes[block] = stake + 1
-            unconfirmed.append(block)
-        if len(stakes) > before:
-            self._num_extra += len(stakes) - before
+        before = len(claims.stakes)
+        unconfirmed = claims.stake(blocks, self._next_serial, self._holdings.bits_of)
+        if len(claims.stakes) > before:
+            self._num_extra += len(claims.stakes) - before
             self._holdings.grant(claims, blocks, claims.any_bit)
         return unconfirmed
 

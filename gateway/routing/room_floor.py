@@ -150,8 +150,8 @@ class RoomFloors:
         if not counts:
             return _StreamTable(at, *[np.empty(0)] * 7)
         starts, of_stream = np.cumsum([0, *counts[:-1]]), np.repeat(np.arange(len(counts)), counts)
-        held, output, began_at = np.concatenate([_columns_of(streams) for streams in all_streams], axis=1)
-        held = held * np.maximum(1.0, self._num_active[at] / counts)[of_stream]
+        held, output, began_at, inherited = np.concatenate([_columns_of(streams) for streams in all_streams], axis=1)
+        held = held * np.maximum(1.0, self._num_active[at] / counts)[of_stream] + inherited
         pace_s = self._pace_s[at][of_stream]
         left = work.lengths.all_left((work.now - began_at) / pace_s, output)
         ends_s = np.where(np.isnan(began_at), output, left) * pace_s

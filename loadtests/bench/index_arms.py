@@ -24,6 +24,8 @@ CASES = {
     "match, nothing known": "us",
     "store, 16 blocks an event": "us/block",
     "store, 1 block an event": "us/block",
+    "store, 1 block each of 16 streams": "us/block",
+    "store, 1 block each of 64 streams": "us/block",
     "store of what another holds, one event": "us/block",
     "remove, tail first, 16 an event": "us/block",
 }
@@ -71,6 +73,8 @@ class LocalArm:
             asked = self._hashes() if "nothing" in how else self._chain
             return _timed(lambda: [index.match(asked, 0.0) for _ in range(REPEATS)]) / REPEATS
         chain = self._hashes()
+        if "streams" in how:
+            return self._measure_streams(chain, int(how.split()[-2]))
         if kind == "store":
             return _timed(lambda: self._store(chain, 16 if how.startswith("16") else 1)) / NUM_BLOCKS
         self._store(chain, 16)
@@ -78,6 +82,25 @@ class LocalArm:
             pieces = [chain[at:at + 16][::-1] for at in range(0, NUM_BLOCKS, 16)][::-1]
             return _timed(lambda: [self._growing.remove("e0", piece) for piece in pieces]) / NUM_BLOCKS
         return _timed(lambda: self._growing.store("e1", chain)) / NUM_BLOCKS
+
+    def _measure_streams(self, hashes: list[int], num_streams: int) -> float:
+        """Each turn every stream has one more block: what a worker tells of in one batch, or in a row."""
+        parents = self._hashes()[:num_streams]
+        for first in parents:
+            self._growing.store("e0", [first])
+        turns = [hashes[at:at + num_streams] for at in range(0, NUM_BLOCKS - num_streams + 1, num_streams)]
+        pairs = list(zip([parents, *turns], turns, strict=False))
+
+        def work() -> None:
+            for pair in pairs:
+                self._store_each(*pair)
+
+        return _timed(work) / (len(turns) * num_streams)
+
+    def _store_each(self, parents: list[int], hashes: list[int]) -> None:
+        """One block behind each of `parents`: one after the other, where the index knows no other way."""
+        for parent, block_hash in zip(parents, hashes, strict=True):
+            self._growing.store("e0", [block_hash], parent=parent)
 
     def _store(self, chain: list[int], length: int) -> None:
         parent = None
@@ -97,6 +120,11 @@ class OurArm(LocalArm):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng, lambda: PrefixIndex(1 << 40))
+
+    def _store_each(self, parents: list[int], hashes: list[int]) -> None:
+        index = self._growing
+        assert isinstance(index, PrefixIndex)
+        assert index.store_each("e0", parents, hashes) == len(hashes)
 
 
 class HolderMasks:

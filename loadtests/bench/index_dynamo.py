@@ -59,7 +59,9 @@ class Cases:
             return timed(lambda: [tree.find_matches(asked).scores for _ in range(REPEATS)]) / REPEATS
         chain = self.hashes()
         length = 1 if kind == "store" and how.startswith("1 block") else 16
-        events = [stored(chain[at:at + length], chain[at - 1] if at else None) for at in range(0, NUM_BLOCKS, length)]
+        back = int(how.split()[-2]) if "streams" in how else 1   # where the parent of an event's first block stands
+        events = [stored(chain[at:at + length], chain[at - back] if at >= back else None)
+                  for at in range(0, NUM_BLOCKS, length)]
         if kind == "store":
             return self.apply(0, events)
         for event in events:

@@ -26,7 +26,7 @@ from gateway.routing.picker import PickInput, pick
 from gateway.routing.prefix_index import Match, PrefixIndex
 from loadtests.bench.full_fleet import full_fleet
 from worker.protocol.block_hash import HashScheme, block_hashes
-from worker.protocol.cache_events import BlockStored
+from worker.protocol.cache_events import BlockStored, EventBatch
 
 NUM_ENDPOINTS = 64
 NUM_BLOCKS = 2000
@@ -99,8 +99,11 @@ def event_figures(rng: random.Random) -> Iterator[Figure]:
                  best_us(lambda: index.store(next(others), chain), per=NUM_BLOCKS), "us/block", 0.7)
     yield Figure("remove, tail first", best_us(lambda: index.remove("a", reversed(chain)), per=NUM_BLOCKS,
                                                prepare=lambda: _again(index, chain)), "us/block")
-    for length in (16, 1):
-        yield Figure(f"event applier, {length} an event (hash and store)", _apply_us(rng, length), "us/block", 0.7)
+    title = "event applier (hash and store)"
+    yield Figure(f"{title}, 16 blocks an event", _apply_us(rng, length=16), "us/block", 0.7)
+    for num_streams in (1, 16, 64):
+        yield Figure(f"{title}, batches of {num_streams} of 1 block", _apply_us(rng, num_streams=num_streams),
+                     "us/block", 0.7)
 
 
 def _again(index: PrefixIndex, chain: list[int]) -> None:
@@ -125,14 +128,27 @@ def _store_us(rng: random.Random, length: int) -> float:
     return best_us(work, per=NUM_BLOCKS, prepare=prepare)
 
 
-def _apply_us(rng: random.Random, length: int) -> float:
-    applier = EventApplier(PrefixIndex(ROOMY_BYTES), "a", SCHEME)
+def _apply_us(rng: random.Random, *, length: int = 1, num_streams: int = 1) -> float:
+    """A batch has an event of so many blocks for each of the streams."""
+    index = PrefixIndex(ROOMY_BYTES)
+    applier = EventApplier(index, "a", SCHEME)
+    streams = [[*_events(rng, length)] for _ in range(num_streams)]
+    batches = [EventBatch(0.0, list(events)) for events in zip(*streams, strict=True)]
+    batches = batches[:NUM_BLOCKS // (length * num_streams)]
+
+    def work() -> None:
+        for batch in batches:
+            applier.apply(batch)
+
+    return best_us(work, per=sum(len(batch.events) for batch in batches) * length, prepare=lambda: index.purge("a"))
+
+
+def _events(rng: random.Random, length: int) -> Iterator[BlockStored]:
     token_ids = [rng.randrange(100_000) for _ in range(NUM_BLOCKS * BLOCK_SIZE)]
     chain = block_hashes(token_ids, SCHEME)
-    events = [BlockStored(tuple(chain[at:at + length]), chain[at - 1] if at else None,
+    for at in range(0, NUM_BLOCKS, length):
+        yield BlockStored(tuple(chain[at:at + length]), chain[at - 1] if at else None,
                           tuple(token_ids[at * BLOCK_SIZE:(at + length) * BLOCK_SIZE]), BLOCK_SIZE)
-              for at in range(0, NUM_BLOCKS, length)]
-    return best_us(lambda: applier.apply_events(events), per=NUM_BLOCKS, prepare=applier.reset)
 
 
 def booking_figures(rng: random.Random) -> Iterator[Figure]:

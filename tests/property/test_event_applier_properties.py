@@ -72,6 +72,19 @@ class EventApplierMachine(RuleBasedStateMachine):
         if not parent or parent in self.blocks_of(engine):
             self.held[engine, tier].update(stored)
 
+    @rule(engine=engines, streams=st.lists(paths, min_size=1, max_size=24),
+          tier=st.sampled_from(("GPU", "GPU", "CPU")))
+    def decode(self, engine: str, streams: list[Path], tier: str) -> None:
+        """One block an event, many events a batch: whether they are looked at together is nobody's business."""
+        streams = [path for path in streams if len(path) > 1]
+        self.asked.update(streams)
+        self.appliers[engine].apply(EventBatch(0.0, [BlockStored(
+            (self.engine_hash(engine, path),), self.engine_hash(engine, path[:-1]), tuple(tokens_of(path[-1:])),
+            BLOCK_SIZE, medium=tier) for path in streams], epoch="boot-1"))
+        for path in streams:
+            if path[:-1] in self.blocks_of(engine):
+                self.held[engine, tier][path] += 1
+
     @rule(engine=engines, victims=st.lists(paths, min_size=1, max_size=3), tier=tiers)
     def remove(self, engine: str, victims: list[Path], tier: str) -> None:
         self.send(engine, BlockRemoved(tuple(self.engine_hash(engine, path) for path in victims), medium=tier))

@@ -1,8 +1,9 @@
-"""Runs of keys into the hash table, in turn or all at once, against a dict."""
+"""Keys into the hash table, one by one, in turn or all at once, against a dict."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,19 +28,31 @@ def run_of(chance: random.Random, length: int, known: list[int]) -> list[int]:
     return keys
 
 
+def insert(table: HashTable, keys: Sequence[int], ids: Sequence[int]) -> int:
+    """How many went in."""
+    if len(keys) > 1:
+        return table.insert_each(keys, ids)
+    return int(table.insert(keys[0], ids[0]))
+
+
 @given(st.randoms(use_true_random=False), LENGTHS)
-def test_a_run_goes_in_up_to_the_first_key_that_is_there(chance: random.Random, lengths: list[int]) -> None:
+def test_keys_go_in_up_to_the_first_that_is_there(chance: random.Random, lengths: list[int]) -> None:
     table, entries = HashTable(), dict[int, int]()
     table.add_rows(sum(lengths) + 1)
     first = 1
     for length in lengths:
+        ids: Sequence[int] = range(first, first + length)
+        first += length
+        if chance.random() < 0.5:
+            ids = [*ids[1::2], *ids[::2]]   # not in a row
         keys = run_of(chance, length, list(entries))
         num_new = next((at for at, key in enumerate(keys) if key in entries or key in keys[:at]), length)
-        assert table.insert_run(keys, first) == num_new
-        entries.update(zip(keys[:num_new], range(first, first + num_new), strict=True))
-        first += num_new
+        assert insert(table, keys, ids) == num_new
+        entries.update(zip(keys[:num_new], ids[:num_new], strict=True))
         for key in chance.sample(list(entries), min(len(entries), 20)):
             table.delete(entries.pop(key))
-        assert [table.find(key) for key in keys] == [entries.get(key, 0) for key in keys]
+        found = [entries.get(key, 0) for key in keys]
+        assert [table.find(key) for key in keys] == found
+        assert table.find_each(keys) == found[:next((at for at, entry in enumerate(found) if not entry), length)]
     assert {table.key_of[entry]: entry for entry in table.entries()} == entries
     table.check_invariants()

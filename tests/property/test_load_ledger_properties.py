@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import eq
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -81,10 +82,11 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         for endpoint_id in ENDPOINTS:
             open_now = [booking for booking in self.bookings if booking.endpoint_id == endpoint_id
                         and booking.epoch == self.epochs[endpoint_id] and not booking.released]
-            # A prefix that one of them found in the cache is held once while any of its sharers is there; one that
-            # somebody computes himself counts with him, and passes to nobody.
+            # A prefix that one of them found in the cache is held once while any of its sharers is there; of one that
+            # somebody computes himself and others match, what they match stays when he has ended.
             load = self.ledger.load(endpoint_id)
             private = sum(b.prefill_tokens + 4 for b in open_now)
+            left_tokens = sum(b.prefill_tokens for b in self.bookings if b.endpoint_id == endpoint_id and b.released)
             prefixes = {b.chain[0] for b in open_now}
             assert load == LoadView(
                 len(open_now), sum(b.prefill_tokens for b in open_now if not b.streaming),
@@ -93,8 +95,9 @@ class LoadLedgerMachine(RuleBasedStateMachine):
             streams = self.ledger.streams(endpoint_id)
             assert [(one.prefill_tokens, one.began_at is not None, one.chain) for one in streams] == [
                 (b.prefill_tokens, b.streaming, b.chain) for b in open_now]
-            assert private <= sum(one.held_tokens for one in streams) <= load.held_tokens
-            assert private <= load.held_tokens <= private + 32 * len(prefixes)
+            assert all(one.held_tokens >= 0 and one.inherited_tokens >= 0 for one in streams)
+            assert sum(one.held_tokens + one.inherited_tokens for one in streams) == load.held_tokens
+            assert private <= load.held_tokens <= private + left_tokens + 32 * len(prefixes)
             for prefix in prefixes:
                 if all(b.matched_blocks for b in self.bookings if b.chain[0] == prefix):
                     assert (load.held_tokens - private) // 32 >= 1
@@ -115,3 +118,26 @@ class LongLoadLedgerMachine(LoadLedgerMachine):
 
 TestTenThousandSteps = pytest.mark.slow(LongLoadLedgerMachine.TestCase)
 TestTenThousandSteps.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+
+
+@given(st.data())
+def test_what_is_held_are_the_blocks_that_anybody_uses(data: st.DataObject) -> None:
+    """Whoever matches has all that is in use there of his prompt, computed or found, maybe more from the cache."""
+    ledger = LoadLedger()
+    open_now: list[tuple[tuple[int, ...], Booking]] = []
+    for bits in data.draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), max_size=12)):
+        chain = tuple(hash((*bits[:end],)) for end in range(1, len(bits) + 1))
+        in_use = max((sum(map(eq, chain, other)) for other, _ in open_now), default=0)
+        matched = data.draw(st.integers(in_use, len(chain)))
+        booking = ledger.book("a", "1", prefill_tokens=16 * (len(chain) - matched), context_tokens=16 * len(chain),
+                              footprint=Footprint(chain, matched, 16 * matched))
+        open_now.append((chain, booking))
+        while open_now and data.draw(st.booleans()):
+            open_now.pop(data.draw(st.integers(0, len(open_now) - 1)))[1].release()
+            streams = ledger.streams("a")
+            used = {block for other, _ in open_now for block in other}
+            assert ledger.load("a").held_tokens == 16 * len(used)
+            assert sum(one.held_tokens + one.inherited_tokens for one in streams) == 16 * len(used)
+            for at, one in enumerate(streams):   # booked last, ends last
+                later = {block for other, _ in open_now[at + 1:] for block in other}
+                assert one.held_tokens + one.inherited_tokens >= 16 * len(set(one.chain) - later)

@@ -10,7 +10,7 @@ from gateway.routing.output_length import DEFAULT_OUTPUT_TOKENS
 
 PACE_S, TOKEN_S, NOW = 0.01, 0.001, 50.0
 streams = st.lists(st.builds(Stream, st.integers(50, 900), st.integers(0, 400), st.integers(1, 300),
-                             st.none() | st.floats(45.0, NOW)), max_size=8)
+                             st.none() | st.floats(45.0, NOW), st.just(()), st.integers(0, 600)), max_size=8)
 free_tokens = st.integers(-2000, 1500)
 needed_tokens = st.integers(1, 2500)
 
@@ -30,7 +30,8 @@ def naive(given_streams: list[Stream], free: float, needed: float) -> float:
         else:
             expected, generated = stream.output_tokens, (NOW - stream.began_at) / PACE_S
             least = 0.25 * expected if expected < DEFAULT_OUTPUT_TOKENS - 1 else max(expected, generated)
-            ends.append((max(expected - generated, least) * PACE_S, float(stream.held_tokens)))
+            freed = float(stream.held_tokens + stream.inherited_tokens)
+            ends.append((max(expected - generated, least) * PACE_S, freed))
     line.append((needed, needed, None))
     clock = computed = 0.0
     for least, held, stream in line:
@@ -42,7 +43,7 @@ def naive(given_streams: list[Stream], free: float, needed: float) -> float:
         if stream is not None:
             computed += stream.prefill_tokens * TOKEN_S
             free -= held
-            ends.append((computed + stream.output_tokens * PACE_S, held))
+            ends.append((computed + stream.output_tokens * PACE_S, held + stream.inherited_tokens))
     return computed
 
 

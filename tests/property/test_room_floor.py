@@ -90,8 +90,8 @@ def test_what_is_left_of_many_is_what_is_left_of_each(lengths: list[int], mean: 
 
 
 def test_streams_remember_their_columns() -> None:
-    streams = Streams([Stream(500, 20, 128, 7.5), Stream(900, 900, 64, None)])
-    held, output, began_at = streams.columns
-    assert (held.tolist(), output.tolist(), began_at[0]) == ([500, 900], [128, 64], 7.5)
+    streams = Streams([Stream(500, 20, 128, 7.5, (), 300), Stream(900, 900, 64, None)])
+    held, output, began_at, inherited = streams.columns
+    assert (held.tolist(), output.tolist(), began_at[0], inherited.tolist()) == ([500, 900], [128, 64], 7.5, [300, 0])
     assert np.isnan(began_at[1])
     assert streams.columns is streams.columns

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import pytest
 import zmq.asyncio
-from zmq.sugar.socket import Socket
 
-from gateway.knowledge.live_socket import LiveSocket
+from gateway.knowledge import live_socket
+from gateway.knowledge.live_socket import LiveSocket, LiveSocketLost
+from loadtests.local_stack import free_port
 
 LONG_S = 30.0
 
@@ -20,16 +23,13 @@ async def sockets() -> AsyncIterator[tuple[zmq.asyncio.Socket, LiveSocket]]:
     """A publisher, and its subscriber, connected."""
     context = zmq.asyncio.Context()
     publisher = context.socket(zmq.XPUB)
-    subscriber = context.socket(zmq.SUB, socket_class=Socket)
     publisher.bind("tcp://127.0.0.1:0")
-    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
-    subscriber.connect(publisher.getsockopt(zmq.LAST_ENDPOINT).decode())
     try:
-        await publisher.recv_multipart()   # the subscription has arrived
-        with contextlib.closing(LiveSocket(subscriber)) as live:
+        address = publisher.getsockopt(zmq.LAST_ENDPOINT).decode()
+        with contextlib.closing(await LiveSocket.open(address, b"", LONG_S)) as live:
+            await publisher.recv_multipart()   # the subscription has arrived
             yield publisher, live
     finally:
-        subscriber.close(0)
         publisher.close(0)
         context.term()
 
@@ -102,3 +102,111 @@ async def test_a_flood_leaves_the_loop_to_others_in_between() -> None:
         watcher.cancel()
         assert numbers == [*range(70)]
         assert all(later > before for before, later in itertools.pairwise(seen))
+
+
+async def test_what_comes_alone_is_offered_while_a_reader_waits() -> None:
+    async with sockets() as (publisher, live):
+        offered: list[int] = []
+        odd = asyncio.Event()
+
+        def take_alone(message: list[bytes]) -> bool:
+            offered.append(number := int(message[1]))
+            if number % 2:
+                odd.set()
+            return bool(number % 2)
+
+        live.take_alone = take_alone
+        reading = asyncio.create_task(live.receive(7, LONG_S))
+        await asyncio.sleep(0)
+        await send(publisher, 1)
+        await odd.wait()
+        assert not reading.done()
+        await send(publisher, 2)
+        assert await reading == [[b"topic", b"2"]]
+        assert offered == [1, 2]
+        await send(publisher, 3)
+        await asyncio.sleep(0.01)   # nobody reads
+        assert await live.receive(7, LONG_S) == [[b"topic", b"3"]]
+        assert offered == [1, 2]
+
+
+async def test_what_taking_it_raises_is_the_readers() -> None:
+    async with sockets() as (publisher, live):
+        def take_alone(message: list[bytes]) -> bool:
+            raise ZeroDivisionError
+
+        live.take_alone = take_alone
+        reading = asyncio.create_task(live.receive(7, LONG_S))
+        await asyncio.sleep(0)
+        await send(publisher, 1)
+        with pytest.raises(ZeroDivisionError):
+            await reading
+
+
+async def test_whoever_waits_hears_of_the_end() -> None:
+    async with sockets() as (publisher, live):
+        publisher.close(0)
+        with pytest.raises(LiveSocketLost, match="closed"):
+            await live.lost()
+
+
+async def test_more_than_there_is_room_for_waits_with_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_socket, "WAITING_MAX_BYTES", 1000)
+    async with sockets() as (publisher, live):
+        numbers = [*range(300)]
+        for number in numbers:
+            await publisher.send_multipart([bytes(10_000), str(number).encode()])
+        await asyncio.sleep(0.05)
+        assert await read(live, len(numbers)) == numbers
+
+
+async def test_a_publisher_may_come_later_and_ask_whether_we_live() -> None:
+    context = zmq.asyncio.Context()
+    publisher = context.socket(zmq.XPUB)
+    publisher.setsockopt(zmq.HEARTBEAT_IVL, 20)
+    publisher.setsockopt(zmq.HEARTBEAT_TIMEOUT, 100)
+    port = free_port()
+    opening = asyncio.create_task(LiveSocket.open(f"tcp://localhost:{port}", b"topic", LONG_S))
+    try:
+        await asyncio.sleep(2 * live_socket.RETRY_S)
+        publisher.bind(f"tcp://127.0.0.1:{port}")
+        with contextlib.closing(await opening) as live:
+            assert await publisher.recv_multipart() == [b"\x01topic"]
+            await asyncio.sleep(0.3)
+            await send(publisher, 1)
+            assert await read(live, 1) == [1]
+    finally:
+        publisher.close(0)
+        context.term()
+
+
+async def test_a_path_will_do(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    publisher = context.socket(zmq.XPUB)
+    publisher.bind(f"ipc://{tmp_path}/events")
+    try:
+        with contextlib.closing(await LiveSocket.open(f"ipc://{tmp_path}/events", b"", LONG_S)) as live:
+            await publisher.recv_multipart()
+            await send(publisher, 1)
+            assert await read(live, 1) == [1]
+    finally:
+        publisher.close(0)
+        context.term()
+
+
+@pytest.mark.parametrize("kind", [zmq.REP, zmq.PUSH])
+async def test_another_kind_of_socket_is_no_publisher(kind: int) -> None:
+    context = zmq.asyncio.Context()
+    other = context.socket(kind)
+    other.bind("tcp://127.0.0.1:0")
+    try:
+        with pytest.raises(TimeoutError):
+            await LiveSocket.open(other.getsockopt(zmq.LAST_ENDPOINT).decode(), b"", 0.3)
+    finally:
+        other.close(0)
+        context.term()
+
+
+async def test_an_address_that_is_none_is_not_tried_for_ever() -> None:
+    with pytest.raises(TimeoutError):
+        await LiveSocket.open("inproc://events", b"", 0.05)

@@ -84,6 +84,21 @@ def test_a_match_in_what_another_computes_needs_no_memory_of_its_own() -> None:
     assert ledger.load("b") == NO_LOAD
 
 
+def test_what_one_computed_stays_held_while_others_use_it() -> None:
+    """A burst of siblings: the first computes what they share, and its answer is not the last to end."""
+    ledger = LoadLedger()
+    first, second, third = book(ledger, [1, 2, 3, 4], 0), book(ledger, [1, 2, 3, 8], 3), book(ledger, [1, 2, 9], 2)
+    held = [(one.held_tokens, one.inherited_tokens) for one in ledger.streams("a")]
+    assert held == [(26, 0), (26, 16), (26, 32)], "the third is thought to end last"
+    first.release()
+    assert ledger.load("a").held_tokens == 48 + 26 + 26
+    assert [(one.held_tokens, one.inherited_tokens) for one in ledger.streams("a")] == [(42, 0), (26, 32)]
+    second.release()
+    assert ledger.load("a").held_tokens == 32 + 26, "the third does not go so far"
+    third.release()
+    assert ledger.load("a") == NO_LOAD
+
+
 def test_the_share_of_matches_that_others_hold_is_learned() -> None:
     ledger = LoadLedger()
     for _ in range(100):

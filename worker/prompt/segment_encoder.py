@@ -9,11 +9,11 @@ Must never give other ids than the tokenizer gives for the whole text.
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from worker.prompt.boundary_splitter import boundary_splitter
 from worker.prompt.cut_rules import never_overlap
 from worker.prompt.prefix_encoder import PrefixEncoder
 from worker.prompt.reply_stretches import StretchKey
@@ -51,7 +51,7 @@ class SegmentEncoder:
     def __init__(self, boundaries: Mapping[str, int], encode: Encode, *, prefixes: PrefixEncoder | None = None,
                  max_bytes: int) -> None:
         self.memory = SegmentMemory(max_bytes)
-        self._split = re.compile(f"({_alternation(boundaries)})").split
+        self._split = boundary_splitter(tuple(boundaries))
         self.contents = {token_id: content for content, token_id in boundaries.items()}
         self._ids = {content: array("I", [token_id]) for content, token_id in boundaries.items()}
         self._never_overlap = never_overlap(tuple(boundaries))
@@ -146,14 +146,3 @@ def _joined(pieces: Parts, known: Mapping[str, array[int]]) -> array[int]:
     for piece in pieces:
         token_ids += known[piece] if isinstance(piece, str) else piece
     return token_ids
-
-
-def _alternation(boundaries: Mapping[str, int]) -> str:
-    """An expression for any of them. A beginning that all share stands before the alternatives: a search then skips
-    to it instead of trying each at every character."""
-    contents = sorted(boundaries)
-    shared = 0
-    while all(len(content) > shared and content[shared] == contents[0][shared] for content in contents):
-        shared += 1
-    rest = "|".join(re.escape(content[shared:]) for content in contents)
-    return f"{re.escape(contents[0][:shared])}(?:{rest})"

@@ -20,7 +20,7 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
@@ -163,13 +163,32 @@ def continue_chain(parent: int, token_ids: Sequence[int], scheme: HashScheme,
 
     `keys_of_blocks` is parallel to those blocks, `start` relative to each, as cache events carry them; empty: none.
     """
-    block_bytes = scheme.block_size * TOKEN_BYTES
+    block_size = scheme.block_size
+    if not keys_of_blocks and len(token_ids) == block_size:   # a decoding engine's events are mostly like this
+        return [next_hash(parent, token_ids, block_size)]
+    block_bytes = block_size * TOKEN_BYTES
     packed = pack_tokens(token_ids)
-    if not keys_of_blocks and len(packed) == block_bytes:
-        return [xxh3_64_intdigest(packed, parent)]  # a decoding engine's events are mostly like this
     full = packed[: len(packed) - len(packed) % block_bytes]
     keyed = {index: _canonical(keys) for index, keys in enumerate(keys_of_blocks) if keys}
     return _chain(parent, full, block_bytes, keyed)
+
+
+def next_hash(parent: int, token_ids: Sequence[int], block_size: int) -> int:
+    """The hash of one more block, without extra keys, behind the block hashed `parent`."""
+    try:
+        return xxh3_64_intdigest(_packer(block_size)(*token_ids), parent)
+    except struct.error as error:
+        raise AssertionError(f"not {block_size} token ids that fit u32") from error
+
+
+def next_hashes(parents: Iterable[int], blocks: Iterable[Sequence[int]], block_size: int) -> list[int]:
+    """next_hash() of several chains at once: the tokens of each block stand beside its parent."""
+    pack = _packer(block_size)
+    try:
+        return [xxh3_64_intdigest(pack(*token_ids), parent)
+                for parent, token_ids in zip(parents, blocks, strict=True)]
+    except struct.error as error:
+        raise AssertionError(f"not {block_size} token ids that fit u32") from error
 
 
 def extra_keys_of_block(index: int, block_size: int, extra_keys: Sequence[ExtraKey]) -> tuple[ExtraKey, ...]:
@@ -206,6 +225,12 @@ def unpack_tokens(packed: bytes | memoryview) -> list[int]:
     if sys.byteorder == "big":
         token_ids.byteswap()
     return token_ids.tolist()
+
+
+@lru_cache(_SCHEMES_REMEMBERED)
+def _packer(block_size: int) -> Callable[..., bytes]:
+    """pack_tokens() of so many ids, given one by one: for a few it is the faster."""
+    return struct.Struct(f"<{block_size}I").pack
 
 
 def _chain(parent: int, packed: bytes, block_bytes: int, keyed: Mapping[int, tuple[ExtraKey, ...]]) -> list[int]:
