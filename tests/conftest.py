@@ -1,4 +1,5 @@
-"""Hypothesis draws the same examples in every run, so that red stays red; HEADSTART_FUZZ=1 draws fresh ones."""
+"""Hypothesis draws the same examples in every run, so that red stays red; HEADSTART_FUZZ=1 draws fresh ones.
+Models that tests load in their own process multiply as a strict worker's engine does."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import os
 
 from hypothesis import settings
 
+from worker.engine.exact_products import ask_for_strict_products
+
 READABLE_BYTES_MAX = 24
 
 settings.register_profile("same-every-run", derandomize=True, deadline=None)
 settings.register_profile("fresh", deadline=None)
 settings.load_profile("fresh" if os.environ.get("HEADSTART_FUZZ") else "same-every-run")
+
+ask_for_strict_products(os.environ)     # MKL looks once, at its first product
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

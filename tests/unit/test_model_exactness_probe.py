@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny_models import tiny_model_folder
+from worker.model import exactness_probe
 from worker.model.exactness_probe import probe_exactness
 from worker.model.forward_batch import ForwardBatch
 from worker.model.kv_storage import KVStorage
@@ -53,3 +54,15 @@ def test_a_machine_that_is_not_exact_is_found_out(broken: type[PagedModel], foun
     report = probe_exactness(broken(model._model, model.spec, exactness="strict", block_size=model.block_size))
     assert not report.exact
     assert found in report.note
+
+
+def test_a_product_that_depends_on_its_number_of_rows_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MKL's does with two threads, where more rows than the probe computes are cut another way than few."""
+    def few_rows_otherwise(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        product = rows @ weight.T
+        return product * (1 + 2 ** -20) if 48 < len(rows) < 256 else product
+
+    monkeypatch.setattr(exactness_probe, "linear", few_rows_otherwise)
+    report = probe_exactness(tiny("llama", "strict"))
+    assert not report.exact
+    assert "208 rows" in report.note

@@ -22,6 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from worker.engine.engine_config import EngineConfig
+from worker.engine.exact_products import ask_for_strict_products
 from worker.engine.messages import (
     AbortRequest,
     Command,
@@ -269,6 +270,8 @@ def _environment(config: EngineConfig) -> dict[str, str]:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         environment.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)
     environment.setdefault("GLIBC_TUNABLES", MALLOC_TUNABLES)
+    if config.exactness == "strict":
+        ask_for_strict_products(environment)
     if not sys.stderr.isatty():
         environment.setdefault("TQDM_DISABLE", "1")     # the loader's progress bars are for eyes, not for logs
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)   # the very modules we run

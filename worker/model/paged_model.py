@@ -62,6 +62,12 @@ class PagedModel:
                                   dtype=self._kv_dtype, device=self._device,
                                   head_major=self.exactness == "fast" and self._device.type == "cpu")
 
+    def matrices(self) -> list[torch.Tensor]:
+        """One weight [out, in] of each shape that the model's own linear layers have."""
+        by_shape = {module.weight.shape: module.weight for module in self._model.modules()
+                    if isinstance(module, torch.nn.Linear)}
+        return list(by_shape.values())
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage,
                 pooled: list[torch.Tensor] | None = None) -> torch.Tensor:
