@@ -3,8 +3,13 @@ Models that tests load in their own process multiply as a strict worker's engine
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 from worker.engine.exact_products import ask_for_strict_products
@@ -24,3 +29,18 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
         return None
     readable = len(val) <= READABLE_BYTES_MAX and val.isascii() and val.decode().isprintable()
     return None if readable else argname
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_end_with_their_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a file's own `@cache` holds, models and tokenizers of hundreds of MiB, nobody asks for after it."""
+    yield
+    own = [value for value in vars(request.module).values()
+           if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__]
+    if not any(function.cache_info().currsize for function in own):
+        return
+    for function in own:
+        function.cache_clear()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
