@@ -18,10 +18,18 @@ import pytest
 from loadtests.local_stack import Child
 from tests.support.cutting_proxy import Cut, cutting_proxies
 from tests.support.gateway_in_process import ADMIN, GatewayUnderTest, running_gateway
-from tests.support.tiny_worker import WORKER_TOKEN, running_tiny_worker, until_idle, worker_client, write_tiny_model
+from tests.support.tiny_worker import (
+    WORKER_TOKEN,
+    engine_pid,
+    running_tiny_worker,
+    until_idle,
+    worker_client,
+    write_tiny_model,
+)
 
 CHAT = "/v1/chat/completions"
 IN_THE_MIDDLE, AT_ONCE = 2500, 0
+STALLED = (503, "worker_stalled")
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 60,
         "temperature": 1.0, "seed": 5, "ignore_eos": True}
 
@@ -146,6 +154,51 @@ async def test_a_stopped_worker(workers: list[Child], by: str) -> None:
         assert await gateway.metric('headstart_migrations_total{outcome="ok"}') == 1
         await gateway.until_exact(num_workers=2)
     await nothing_left(workers)
+
+
+async def test_a_worker_whose_engine_alone_is_stopped(workers: list[Child]) -> None:
+    """Its HTTP front answers as ever, and says that the engine gives no sign of life: as good as a lost worker."""
+    async with running_gateway(*(worker.url for worker in workers), worker_token=WORKER_TOKEN) as gateway:
+        await gateway.until_exact(num_workers=2)
+        body = {**BODY, "max_tokens": 900}
+        whole = await _stream(gateway, body)
+        waiting_whole = await ask(gateway, stream=False)
+        spare = f"/admin/workers/{(await gateway.worker(1))['id']}"
+        await gateway.send("POST", f"{spare}/drain", headers=ADMIN)
+        first_id = (await gateway.worker(0))["id"]
+        [first] = [worker for worker in workers if worker.url.endswith(first_id)]
+        engine = engine_pid(first)
+        async with worker_client(first) as client:
+            streamed = asyncio.create_task(_stream(gateway, body))
+            await gateway.until(lambda: _load(client, "running"), "it is computed")
+            waited = asyncio.create_task(ask(gateway, stream=False))
+            await gateway.until(lambda: _load(client, "waiting"), "it waits")
+            os.kill(engine, signal.SIGSTOP)
+            try:
+                await gateway.send("POST", f"{spare}/undrain", headers=ADMIN)
+                assert await asyncio.wait_for(streamed, 60) == whole
+                assert await asyncio.wait_for(waited, 60) == waiting_whole
+                assert (await gateway.worker(0))["state"] == "unready"
+                assert [await _said(client, path) for path in ("/readyz", "/health", "/kv")] == [STALLED] * 3
+                assert await _said(client, CHAT, BODY) == STALLED, "or a client would wait for nothing"
+                assert await _said(client, "/livez") == (200, "")
+            finally:
+                os.kill(engine, signal.SIGCONT)
+        assert await gateway.metric('headstart_migrations_total{outcome="ok"}') == 1
+        await gateway.until_exact(num_workers=2)
+    await nothing_left(workers)
+
+
+async def _stream(gateway: GatewayUnderTest, body: dict[str, Any]) -> bytes:
+    answer = await gateway.send("POST", CHAT, payload={**body, "stream": True}, headers={"x-request-id": "streamed"})
+    return comparable(answer.body)
+
+
+async def _said(client: aiohttp.ClientSession, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """Status, and the error's code if it is one."""
+    async with client.request("GET" if body is None else "POST", path, json=body) as response:
+        error = (await response.json())["error"] if response.status >= 400 else {"code": ""}
+        return response.status, error["code"]
 
 
 @pytest.mark.parametrize("phase", ["queued at the gateway", "queued at the worker", "before the first byte",

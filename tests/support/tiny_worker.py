@@ -43,6 +43,13 @@ def running_tiny_worker(model: Path, *arguments: str, wait: bool = True) -> Iter
         yield child
 
 
+def engine_pid(worker: Child) -> int:
+    """The process behind the worker's HTTP front."""
+    pid = worker.process.pid
+    [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
 @contextlib.asynccontextmanager
 async def worker_client(worker: Child) -> AsyncIterator[aiohttp.ClientSession]:
     """A session whose paths are relative to the worker."""

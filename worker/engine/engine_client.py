@@ -23,9 +23,11 @@ from multiprocessing.connection import Connection
 
 from worker.engine.engine_config import EngineConfig
 from worker.engine.exact_products import ask_for_strict_products
+from worker.engine.heartbeat import LOOK_EVERY_S, SILENT_LOOKS, Heartbeat
 from worker.engine.messages import (
     AbortRequest,
     Command,
+    EngineBeat,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -36,12 +38,14 @@ from worker.engine.messages import (
     SubmitSequence,
 )
 from worker.protocol.api_error import ApiError
+from worker.protocol.logs import get_logger
 
 COMMAND_BACKLOG_MAX = 4096   # commands written by nobody yet; aborts always pass
 EXIT_WAIT_S = 5.0            # how long a process whose pipe closed may take to exit before it is killed
 RETRY_AFTER_S = "1"
 RETRY_AFTER_MAX_S = 60       # however long the queue is, a client asks again after a minute
 
+_log = get_logger("worker.engine.engine_client")
 OnReport = Callable[[Report], None]
 
 
@@ -74,6 +78,7 @@ class EngineClient:
         self._decided = asyncio.Event()
         self._open: dict[tuple[str, int], bool] = {}     # (request id, choice) -> abort already sent
         self._open_max = 0
+        self._heartbeat = Heartbeat()
         self._backlog: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -137,6 +142,17 @@ class EngineClient:
         """Loading or ready: the process is there, as far as its pipe tells."""
         return self.state in (EngineState.LOADING, EngineState.READY)
 
+    @property
+    def is_silent(self) -> bool:
+        """The model is loaded, and its process has not given a sign of life for seconds: stopped, or hung."""
+        return self.state is EngineState.READY and self._heartbeat.is_silent
+
+    def require_heard(self) -> None:
+        """ApiError 503 while the engine is silent."""
+        if self.is_silent:
+            raise ApiError(503, "worker_stalled", "This worker's engine gives no sign of life; ask another one.",
+                           headers={"Retry-After": RETRY_AFTER_S})
+
     # -- commands -----------------------------------------------------------------------------------------------
 
     def submit(self, *sequences: SubmitSequence) -> None:
@@ -180,17 +196,22 @@ class EngineClient:
         if self.state is not EngineState.READY:
             reason = self.failure.message if self.failure else "the engine is shut down"
             raise ApiError(503, "worker_failed", f"This worker cannot generate: {reason}")
+        self.require_heard()
 
     # -- reports (event loop) -----------------------------------------------------------------------------------
 
-    def _deliver(self, report: Report) -> None:
+    def _deliver(self, report: Report | EngineBeat) -> None:
         if self.state in (EngineState.FAILED, EngineState.CLOSED):
             return
+        self._heard()
         match report:
+            case EngineBeat():
+                return
             case EngineReady():
                 self.ready, self.state = report, EngineState.READY
                 self.stats = _stats_at_start(report)
                 self._decided.set()
+                self._loop.call_later(LOOK_EVERY_S, self._look)
             case EngineFailed():
                 self.failure, self.state = report, EngineState.FAILED
                 self._open.clear()
@@ -203,13 +224,28 @@ class EngineClient:
                         self._open.pop((output.request_id, output.choice), None)
         self._on_report(report)
 
+    def _heard(self) -> None:
+        if self.is_silent:
+            _log.info("engine_heard_again", pid=self.pid)
+        self._heartbeat.heard()
+
+    def _look(self) -> None:
+        if self.state is not EngineState.READY:
+            return
+        was_silent = self.is_silent
+        self._heartbeat.look()
+        if self.is_silent and not was_silent:
+            _log.warning("engine_silent", pid=self.pid, silent_s=SILENT_LOOKS * LOOK_EVERY_S, open=self.num_open,
+                         reason="its process is stopped or hangs", remedy="restart the worker if it stays so")
+        self._loop.call_later(LOOK_EVERY_S, self._look)
+
     # -- threads ------------------------------------------------------------------------------------------------
 
     def _read_reports(self) -> None:
         with contextlib.suppress(RuntimeError):          # the loop is closed: nobody is left to tell
             while True:
                 try:
-                    report: Report = self._connection.recv()
+                    report: Report | EngineBeat = self._connection.recv()
                 except (EOFError, OSError):
                     break
                 self._loop.call_soon_threadsafe(self._deliver, report)

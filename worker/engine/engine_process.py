@@ -23,7 +23,16 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from worker.engine.engine_config import EngineConfig, EngineSetupError
-from worker.engine.messages import AbortRequest, Command, EngineFailed, Report, Shutdown, SubmitSequence
+from worker.engine.heartbeat import BEAT_EVERY_S
+from worker.engine.messages import (
+    AbortRequest,
+    Command,
+    EngineBeat,
+    EngineFailed,
+    Report,
+    Shutdown,
+    SubmitSequence,
+)
 from worker.protocol.collector import spare_what_lives
 from worker.protocol.logs import configure_logging
 
@@ -41,6 +50,32 @@ Send = Callable[[Report], None]
 @dataclass(frozen=True, slots=True)
 class FinishWork:
     """SIGTERM's command to ourselves: finish the sequences at hand, then exit 0. The shell sends Shutdown instead."""
+
+
+class ReportPipe:
+    """Reports and beats of several threads, one whole message after the other."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, report: Report | EngineBeat) -> None:
+        """Raises BrokenPipeError when the shell is gone."""
+        with self._lock:
+            self._connection.send(report)
+
+
+def start_beats(send: Callable[[EngineBeat], None], every_s: float = BEAT_EVERY_S) -> None:
+    """An EngineBeat now and then from a thread of its own. Steps compute without the interpreter's lock, so that a
+    long one holds no beat up; a process that is stopped, or holds the lock for good, sends none."""
+    threading.Thread(target=_beat, args=(send, every_s), name="heartbeat", daemon=True).start()
+
+
+def _beat(send: Callable[[EngineBeat], None], every_s: float) -> None:
+    with contextlib.suppress(OSError):      # the shell is gone: the command reader ends the process
+        while True:
+            send(EngineBeat())
+            time.sleep(every_s)
 
 
 class CommandInbox:
@@ -123,11 +158,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the shell's to act on
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(FinishWork()))
     with contextlib.suppress(BrokenPipeError):          # the shell left while we were writing to it
-        return _load_and_serve(config, inbox, connection.send)
+        return _load_and_serve(config, inbox, ReportPipe(connection))
     return EXIT_OK
 
 
-def _load_and_serve(config: EngineConfig, inbox: CommandInbox, send: Send) -> int:
+def _load_and_serve(config: EngineConfig, inbox: CommandInbox, pipe: ReportPipe) -> int:
     from worker.engine.engine import Engine  # torch comes in here, after the thread settings
 
     try:
@@ -135,16 +170,17 @@ def _load_and_serve(config: EngineConfig, inbox: CommandInbox, send: Send) -> in
         ready = engine.load()
         inbox.prepare = engine.prepare
         spare_what_lives()
-        send(ready)
-        return serve(engine, inbox, send)
+        pipe.send(ready)
+        start_beats(pipe.send)
+        return serve(engine, inbox, pipe.send)
     except EngineSetupError as error:
-        send(EngineFailed(str(error), users_fault=True))
+        pipe.send(EngineFailed(str(error), users_fault=True))
         return EXIT_USAGE
     except BrokenPipeError:
         raise
     except Exception as error:
         logger.exception("the engine failed")
-        send(EngineFailed(f"The engine failed: {type(error).__name__}: {error}", users_fault=False))
+        pipe.send(EngineFailed(f"The engine failed: {type(error).__name__}: {error}", users_fault=False))
         return EXIT_FAILED
 
 

@@ -1,7 +1,8 @@
 """What the HTTP shell and the engine process say to each other over their pipe. Plain picklable values, no torch.
 
 Shell to engine: SubmitSequence, AbortRequest, ResetCache, Shutdown; drained at the top of each step.
-Engine to shell: EngineReady or EngineFailed once, then one StepReport per step that has something to tell.
+Engine to shell: EngineReady or EngineFailed once, then one StepReport per step that has something to tell, and
+between them an EngineBeat every second.
 All instants are time.monotonic() seconds, which both processes of one machine share.
 """
 
@@ -220,6 +221,11 @@ class StepReport:
     overhead_s: float = 0.0
     step_kind: str = "idle"
     batch_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBeat:
+    """The engine's process runs, however long its step takes. For EngineClient alone: no report."""
 
 
 Report = EngineReady | EngineFailed | StepReport

@@ -35,9 +35,12 @@ _abort_decoder = msgspec.json.Decoder(_AbortBody)
 
 
 async def kv_state(request: web.Request) -> web.Response:
-    """Who this worker is, how it hashes, where its events are, and how full and busy it is."""
+    """Who this worker is, how it hashes, where its events are, and how full and busy it is.
+
+    503 while the engine is silent as well: by this answer a gateway knows whether to send anything here.
+    """
     shell = shell_of(request)
-    ready = shell.require_serving().ready
+    ready = shell.require_engine().ready
     # Without a configured token there is nobody to keep the seed from: it is the well-known one of unkeyed workers.
     with_seed = not shell.config.worker_token or has_worker_token(request, shell)
     publisher, stats = shell.publisher, shell.stats

@@ -22,9 +22,9 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the model is loaded and its engine lives; a worker that drains is healthy."""
+    """200 while the model is loaded and its engine gives signs of life; a worker that drains is healthy."""
     shell = shell_of(request)
-    shell.require_serving()
+    shell.require_engine()
     _require_engine(shell)
     return web.Response(text="ok\n")
 

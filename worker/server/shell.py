@@ -109,11 +109,18 @@ class Shell:
                            headers={"Retry-After": RETRY_AFTER_S})
         return self.serving
 
+    def require_engine(self) -> Serving:
+        """As require_serving, and ApiError 503 while the engine gives no sign of life."""
+        serving = self.require_serving()
+        self.engine.require_heard()
+        return serving
+
     def require_ready(self) -> Serving:
-        """As require_accepting, and ApiError 503 once the worker has been told to go."""
+        """As require_accepting and require_engine, and ApiError 503 once the worker has been told to go."""
         if self.phase is Phase.LEAVING:
             raise _leaving()
-        return self.require_accepting()
+        self.require_accepting()
+        return self.require_engine()
 
     def require_accepting(self) -> Serving:
         """As require_serving, and ApiError 503 once the worker is being stopped: no new work."""

@@ -15,7 +15,14 @@ import orjson
 import pytest
 
 from loadtests.local_stack import Child, free_port, start
-from tests.support.tiny_worker import WORKER_TOKEN, get_json, running_tiny_worker, until_idle, worker_client
+from tests.support.tiny_worker import (
+    WORKER_TOKEN,
+    engine_pid,
+    get_json,
+    running_tiny_worker,
+    until_idle,
+    worker_client,
+)
 from worker.protocol.internal_request import WORKER_TOKEN_HEADER
 
 COMPLETIONS = "/v1/completions"
@@ -230,12 +237,6 @@ async def test_a_dead_engine_ends_every_stream_with_an_error_and_the_process(tin
 async def whole_answer(client: aiohttp.ClientSession) -> tuple[int, str]:
     async with client.post(COMPLETIONS, json=long_request(n=4)) as response:
         return response.status, (await response.json())["error"]["code"]
-
-
-def engine_pid(worker: Child) -> int:
-    pid = worker.process.pid
-    [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
 
 
 def test_the_shell_imports_no_torch(worker: Child) -> None:
