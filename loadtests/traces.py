@@ -222,6 +222,8 @@ def _read_sessions(lines: Iterator[dict[str, Any]], draw: random.Random,
     for line in lines:
         source_block = whole(line, "block_size", 1, BLOCK_SIZE_MAX)
         block = own_block = own_block or source_block
+        if block_size is None and source_block != block:
+            refuse("block_size", f"that of the lines before, {block} (or give --block-size)", source_block)
         starts_at, session = draw.uniform(0, SESSION_SPREAD_S), str(line["id"])
         ids: dict[int, int] = {}
         for at_s, entry in _flat(objects(line, "requests"), 0.0):

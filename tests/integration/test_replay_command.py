@@ -166,6 +166,7 @@ async def test_an_openai_server_without_any_of_our_headers(capsys: pytest.Captur
     ([MOONCAKE, "--url", "localhost"], "http://host:port"),
     ([MOONCAKE, "--url", "http://h", "--speed", "0"], "--speed"),
     ([MOONCAKE, "--url", "http://h", "--speed", "inf"], "--speed"),
+    ([MOONCAKE, "--url", "http://h", "--speed", "1e-9"], "--speed should be at least 0.001"),
     ([MOONCAKE, "--url", "http://h", "--rate", "nan"], "--rate"),
     ([MOONCAKE, "--url", "http://h", "--timeout", "inf"], "--timeout"),
     ([MOONCAKE, "--url", "http://h", "--speed", "100", "--rate", "5"], "not allowed with argument --speed"),
