@@ -68,6 +68,7 @@ async def test_ids_become_prompts_of_the_traces_lengths_and_sharing(capsys: pyte
     report = report_in(capsys)
     [policy] = report["policies"]
     assert (policy["requests"], policy["failed"], report["errors"]) == (30, 0, {})
+    assert (report["speed"], report["rate"]) == (None, 1e6)
     assert report["cached_tokens"] == sum(seen.cached_tokens for seen in stub.seen[:30])
     assert report["prompt_tokens"] == sum(map(len, first_run))
 
