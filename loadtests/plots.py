@@ -112,7 +112,8 @@ def draw_replay(report: dict[str, Any], rows: list[dict[str, Any]], output: Path
     figure.colorbar(dots, ax=left, label="share of the prompt found cached")
     left.set_xlabel("due, s")
     left.set_ylabel("time to first token, s")
-    left.set_title(f"{report['trace']}, {report['rate_per_s']:.2f} requests/s")
+    rate = report["rate_per_s"]
+    left.set_title(report["trace"] if rate is None else f"{report['trace']}, {rate:.2f} requests/s")
     gaps = [later - earlier for row in well for earlier, later in pairwise(row["token_at_s"])]
     for name, values, colour in (("time to first token", [row["ttft_s"] for row in well], COLOURS["warm"]),
                                  ("between tokens", gaps, COLOURS["round robin"])):

@@ -90,7 +90,19 @@ class Trace:
 
     def num_distinct_blocks(self) -> int:
         """The footprint: blocks that an infinite cache would hold in the end."""
-        return len({(index, block) for request in self.requests for index, block in enumerate(request.block_ids)})
+        return len({block for chain in self.chains() for block in chain})
+
+    def chains(self) -> list[tuple[int, ...]]:
+        """For each request its blocks by numbers that are equal only behind equal blocks."""
+        numbers: dict[tuple[int, int], int] = {}
+        chains = []
+        for request in self.requests:
+            parent, chain = 0, []
+            for block_id in request.block_ids:
+                parent = numbers.setdefault((parent, block_id), len(numbers) + 1)
+                chain.append(parent)
+            chains.append(tuple(chain))
+        return chains
 
     def head(self, num_requests: int | None) -> Trace:
         """The first requests only."""
@@ -222,6 +234,8 @@ def _read_sessions(lines: Iterator[dict[str, Any]], draw: random.Random,
     for line in lines:
         source_block = whole(line, "block_size", 1, BLOCK_SIZE_MAX)
         block = own_block = own_block or source_block
+        if block_size is None and source_block != block:
+            refuse("block_size", f"that of the lines before, {block} (or give --block-size)", source_block)
         starts_at, session = draw.uniform(0, SESSION_SPREAD_S), str(line["id"])
         ids: dict[int, int] = {}
         for at_s, entry in _flat(objects(line, "requests"), 0.0):

@@ -64,8 +64,8 @@ class RoutedPrompt(Struct, frozen=True, gc=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the first prompt, by which a request of several is routed."""
-        return len(self.prepared.prompts[0])
+        """Tokens of the longest prompt, by which a request of several is placed."""
+        return len(self.prepared.placed_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ class Dispatcher:
         loads = self._ledger.loads()
         # When nobody serves, the policy is shown the others too and says why none of them can.
         endpoints = self._table.serving(prompt.model) or tuple(self._table.joined(prompt.model))
-        num_tokens, session = len(prepared.prompts[0]), prompt.session
+        num_tokens, session = prompt.num_prompt_tokens, prompt.session
         given = PickInput(
             endpoints=learning.with_rates(self._table.views(endpoints, loads), num_tokens),
             session_endpoint_id=None if session is None else learning.endpoint_of(session),
             prompt_tokens=num_tokens, matches=matches if prepared.hashes else None,
             loads=loads, model=prompt.model,
             excluded=self._passed_over(excluded, endpoints, loads),
-            context_tokens=prepared.longest + (prompt.max_tokens or 1),
+            context_tokens=num_tokens + (prompt.max_tokens or 1),
             expected_output_tokens=learning.outputs.expected(prompt.model, prompt.max_tokens),
             random_ratio=random.random(), turn=next(self._turns), now=now,
             shared_ratio=self._ledger.shared_ratio, stretch=learning.stretch.ratio,
@@ -166,7 +166,7 @@ class Dispatcher:
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
         scheme, prepared, now = endpoint.scheme, prompt.prepared, time.monotonic()
         chain, num_tokens = prepared.chain(scheme), prepared.num_tokens
-        others = num_tokens - len(prepared.prompts[0])
+        others = num_tokens - prompt.num_prompt_tokens
         booking = self._ledger.book(
             decision.endpoint_id, decision.epoch, prefill_tokens=decision.uncached_tokens + others,
             context_tokens=num_tokens, footprint=Footprint(
@@ -197,7 +197,7 @@ class Dispatcher:
                 return  # adapters and salts of bodies: a prewarm could not hash it alike
         depth, now = known_tokens // scheme.block_size, time.monotonic()
         if not self.learning.hot.hit(chain, depth, now):
-            self.learning.hot.note(Sighting(prompt.model, chain, depth, prompt.prepared.prompts[0],
+            self.learning.hot.note(Sighting(prompt.model, chain, depth, prompt.prepared.placed_by,
                                             scheme.block_size, salt.internal, salt.salt_from), now)
 
     def _bet(self, endpoint: Endpoint, hashes: Sequence[int], decision: RoutingDecision,

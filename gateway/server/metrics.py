@@ -80,8 +80,9 @@ class GatewayMetrics:
             registry.register(collector)
         self._series_of: dict[tuple[str, str, int, str | None, str | None], list[Sum]] = {}  # bounded as those are
         self._tokens_of: dict[str, tuple[Sum, Sum, Sum]] = {}
-        Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests with a known prefix.",
-              registry=registry).set_function(self._session_hit_ratio)
+        Gauge("headstart_session_hit_ratio", "Cached / cacheable prompt tokens of requests that continue "
+              "a known prefix, with a session's name or without.", registry=registry
+              ).set_function(self._session_hit_ratio)
         self._retries = Counter("headstart_retries", "Attempts repeated on another worker.", ["reason"],
                                 registry=registry)
         self._migrations = Counter("headstart_migrations", "Streams that lost their worker, and what became of them.",

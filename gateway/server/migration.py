@@ -34,6 +34,7 @@ from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, Upstr
 from gateway.server.addressing import ChoiceToResume
 from gateway.server.dispatch import Choosing, Dispatcher, RoutedPrompt
 from gateway.server.placement import Placement
+from gateway.server.prompt_work import longest_of
 from gateway.server.request_record import RequestRecord
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.block_hash import HashScheme, block_hashes
@@ -161,7 +162,8 @@ class Migrator:
         """A worker that goes on with this choice. AttemptFailed when there is none."""
         prompts = choice.prompts
         prepared = broken.prompt.prepared
-        hashes = {scheme: block_hashes(prompts[0], scheme, prepared.salt.extra_keys) for scheme in prepared.hashes}
+        hashes = {scheme: block_hashes(longest_of(prompts), scheme, prepared.salt.extra_keys)
+                  for scheme in prepared.hashes}
         prompt = structs.replace(broken.prompt, prepared=structs.replace(prepared, prompts=prompts, hashes=hashes))
         scratch = RequestRecord(broken.record.request_id, broken.record.route)
         choosing = Choosing(self._dispatcher, prompt, scratch, suspect=self._suspect,

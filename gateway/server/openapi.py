@@ -102,8 +102,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/admin/workers/"): Operation("A worker is forgotten; what runs there may end.", "WorkerState",
                                              errors=(401, 404, 409), key=_ADMIN, path="/admin/workers/{worker_id}"),
     ("POST", "/admin/explain"): Operation(
-        "The routing decision for a request that is not sent.", "Explanation", ("ChatBody", "CompletionBody"),
-        (*_BODY, 401, 403, 404, 429, 503), _ADMIN, parameters=(_TENANT_QUERY,)),
+        "The routing decision for a request that is not sent.", "Explanation",
+        ("ChatBody", "CompletionBody", "ResponsesBody"), (*_BODY, 401, 403, 404, 429, 503), _ADMIN,
+        parameters=(_TENANT_QUERY,)),
     ("GET", "/admin/cache"): Operation("The hottest prefixes, by hash.", "HotPrefixes", errors=(401,), key=_ADMIN),
     ("POST", "/admin/prewarm"): Operation("Have a hot prefix computed on one more worker.", "Prewarmed", (
         "PrewarmBody",), (*_BODY, 401, 404, 409, 429, 502, 503), _ADMIN),

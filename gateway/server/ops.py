@@ -16,17 +16,19 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint
+from gateway.server.foreign import RESPONSES
 from gateway.server.generate import Generate
-from gateway.server.generate_route import CHAT, COMPLETIONS
+from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRoute
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.prewarm import Prewarmer
 from gateway.server.probes import LIVEZ, METRICS, METRICS_TYPE, READYZ, ProbeAnswer, Probes
 from gateway.server.reading import Given
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from worker.protocol.api_error import ApiError
+from worker.protocol.api_error import ApiError, invalid_request
 
 WORKERS_PREFIX = "/admin/workers/"
+EXPLAINED_ROUTES = {"messages": CHAT, "prompt": COMPLETIONS, "input": FOREIGN[RESPONSES.path]}
 DRAIN_SUFFIX, UNDRAIN_SUFFIX = "/drain", "/undrain"
 
 
@@ -116,8 +118,7 @@ class OpsRoutes:
         """A request's body in, the decision out, for the tenant of `?tenant=ID`; nothing is booked or sent."""
         self.authorise(request)
         body = await read_body(request, self._max_body_bytes)
-        route = CHAT if _has_messages(body) else COMPLETIONS
-        intake = await self._generate.take_in(Given(body, route, RequestRecord("explain", "/admin/explain"),
+        intake = await self._generate.take_in(Given(body, _route_of(body), RequestRecord("explain", "/admin/explain"),
                                                     self._access.named(request.query.get("tenant")), {}))
         return json_response(self._generate.explain(intake))
 
@@ -157,8 +158,16 @@ def _response(answer: ProbeAnswer) -> web.Response:
     return web.Response(body=answer.body, status=answer.status, headers={"Content-Type": answer.content_type})
 
 
-def _has_messages(body: bytes) -> bool:
+def _route_of(body: bytes) -> GenerateRoute:
+    """The route that such a body is for. ApiError 400 when it has the prompt of none."""
     try:
-        return "messages" in orjson.loads(body)
-    except (orjson.JSONDecodeError, TypeError):
-        return True  # the strict parser then says what is wrong with it
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return CHAT  # the strict parser then says what is wrong with it
+    if not isinstance(fields, dict):
+        return CHAT
+    for name, route in EXPLAINED_ROUTES.items():
+        if name in fields:
+            return route
+    raise invalid_request("Missing required field: messages (chat), prompt (completions) or input (responses).",
+                          "messages")

@@ -41,7 +41,8 @@ HashesOf = Callable[[Sequence[int], HashScheme, tuple[ExtraKey, ...]], list[int]
 
 
 class PreparedPrompt(Struct, frozen=True, gc=False):
-    """`prompts` are the ids of each prompt; `hashes` the first prompt's block hashes under each hash scheme."""
+    """`prompts` are the ids of each prompt; `hashes` the block hashes of the one that the request is placed by, under
+    each hash scheme."""
 
     prompts: list[Sequence[int]]
     hashes: dict[HashScheme, list[int]]
@@ -62,9 +63,14 @@ class PreparedPrompt(Struct, frozen=True, gc=False):
         return len(self.prompts[0]) if len(self.prompts) == 1 else sum(map(len, self.prompts))
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return len(self.prompts[0]) if len(self.prompts) == 1 else max(map(len, self.prompts))
+    def placed_by(self) -> Sequence[int]:
+        """The ids of the prompt that decides where the request goes."""
+        return longest_of(self.prompts)
+
+
+def longest_of(prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The prompt that a request is placed by: to compute it anew would take longest. The first of equals."""
+    return prompts[0] if len(prompts) == 1 else max(prompts, key=len)
 
 
 class PromptTask(Struct, gc=False):
@@ -175,6 +181,6 @@ def _hashed(task: PromptTask, prompts: list[Sequence[int]], began_at: float,
     if task.limit is not None:
         task.limit.check_prompts(prompts)
     tokenized_at = time.perf_counter()
-    salt = task.salt_of(prompts)
-    hashes = {scheme: hashes_of(prompts[0], scheme, salt.extra_keys) for scheme in task.schemes}
+    salt, placed_by = task.salt_of(prompts), longest_of(prompts)
+    hashes = {scheme: hashes_of(placed_by, scheme, salt.extra_keys) for scheme in task.schemes}
     return PreparedPrompt(prompts, hashes, salt, tokenized_at - began_at, time.perf_counter() - tokenized_at)

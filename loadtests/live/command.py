@@ -42,6 +42,7 @@ DEFAULT_SYNTHETIC_REQUESTS = 200
 SYNTHETIC_REQUESTS_MAX = 100_000
 TOKEN_IDS_MAX = 1 << 31
 ASK_MODEL_S = 10.0
+SPEED_LEAST = 0.001   # an hour takes six weeks
 
 
 class ServerError(Exception):
@@ -98,8 +99,8 @@ async def _replay(args: argparse.Namespace, trace: Trace) -> tuple[dict[str, Any
         before = await read_counters(http, args.url)
         outcomes, cut_short = await _until_interrupted(driver, trace)
         counted = counted_between(before, await read_counters(http, args.url))
-    about = {"url": args.url, "model": model, "seed": args.seed, "speed": args.speed, "answers": args.answers,
-             "max_open": args.max_open, "counted_by_server": counted,
+    about = {"url": args.url, "model": model, "seed": args.seed, "speed": args.speed if args.rate is None else None,
+             "rate": args.rate, "answers": args.answers, "max_open": args.max_open, "counted_by_server": counted,
              "cut_short": cut_short, "requests_in_trace": len(trace.requests)}
     return replay_report(trace, outcomes, about, label=args.label), outcomes
 
@@ -144,7 +145,7 @@ def _parser() -> CommandParser:
                         help="sent as a bearer token (default: $OPENAI_API_KEY)")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument("--speed", type=finite_number, default=1.0, metavar="X",
-                      help="so many times as fast (default 1)")
+                      help=f"so many times as fast (default 1, at least {SPEED_LEAST:g})")
     pace.add_argument("--rate", type=finite_number, metavar="R",
                       help="instead: so many requests a second in the mean")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N; for a synthetic workload how "
@@ -185,6 +186,8 @@ def _check(args: argparse.Namespace) -> None:
     for flag, value in (("--speed", args.speed), ("--rate", args.rate), ("--timeout", args.timeout)):
         if value is not None and not value > 0:
             raise ValueError(f"{flag} should be above 0")
+    if args.speed < SPEED_LEAST:
+        raise ValueError(f"--speed should be at least {SPEED_LEAST:g}, is {args.speed:g}")
     if args.block_size is not None and args.block_size > BLOCK_SIZE_MAX:
         raise ValueError(f"--block-size should be at most {BLOCK_SIZE_MAX}")
     if args.trace in WORKLOADS and args.requests is not None and args.requests > SYNTHETIC_REQUESTS_MAX:

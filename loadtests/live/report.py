@@ -32,7 +32,9 @@ def replay_report(trace: Trace, outcomes: Sequence[Outcome], about: dict[str, An
     result = result_of(outcomes, cache_bounds(sent, 1), label)
     return {"trace": trace.name, "format": trace.format, "block_size": trace.block_size,
             "workers": num_workers_of(outcomes), **provenance(), **about,
-            "rate_per_s": len(outcomes) / max(1e-9, outcomes[-1].due_s) if outcomes else None, "policies": [result],
+            # One request, or all at once: that is no rate.
+            "rate_per_s": len(outcomes) / outcomes[-1].due_s if outcomes and outcomes[-1].due_s > 0 else None,
+            "policies": [result],
             **{key: result[key] for key in ("errors", "cached_tokens", "prompt_tokens")}}
 
 

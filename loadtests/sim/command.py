@@ -44,6 +44,7 @@ DEFAULT_SYNTHETIC_REQUESTS = 2000
 PERCENT_FROM = 2.0
 TRACES_KEPT = 16
 RECORDED = "recorded"
+ALL_POLICIES = "all"
 WORKERS_MAX = 10_000
 GATEWAYS_MAX = 1_000
 SHARE_MAX = 1e6   # of saturation, of the footprint: beyond any use, and far from what a float cannot hold
@@ -209,11 +210,11 @@ def _model(name: str) -> CostModel:
 
 
 def _policies(names: str) -> list[str]:
-    chosen = list(POLICIES) if names == "all" else list(dict.fromkeys(name for name in names.split(",") if name))
-    unknown = [name for name in chosen if name not in POLICIES]
+    chosen = list(dict.fromkeys(name for name in names.split(",") if name))
+    unknown = [name for name in chosen if name not in (*POLICIES, ALL_POLICIES)]
     if unknown or not chosen:
         raise ValueError(f"unknown policy {', '.join(unknown)!r}: use all, or some of {', '.join(POLICIES)}")
-    return chosen
+    return list(POLICIES) if ALL_POLICIES in chosen else chosen
 
 
 def _check(plan: SimulationPlan) -> None:
@@ -221,6 +222,8 @@ def _check(plan: SimulationPlan) -> None:
                               ("--gateways", plan.num_gateways, GATEWAYS_MAX)):
         if not 1 <= value <= most:
             raise ValueError(f"{name} should be from 1 to {most}, is {value}")
+    if plan.shared_ledger and plan.num_gateways == 1:
+        raise ValueError("--shared-ledger is for several gateways: give --gateways 2 or more")
     if plan.event_delay_s < 0:
         raise ValueError(f"--event-delay should be at least 0, is {plan.event_delay_s}")
     for name, share in (("--load", plan.load), ("--capacity", plan.capacity)):

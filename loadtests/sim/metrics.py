@@ -122,17 +122,16 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def _hit_tokens(trace: Trace, num_blocks: int | None) -> int:
-    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    held: OrderedDict[int, None] = OrderedDict()
     num_tokens = 0
-    for request in trace.requests:
-        places = list(enumerate(request.block_ids))
+    for request, chain in zip(trace.requests, trace.chains(), strict=True):
         depth = 0
-        while depth < len(places) and places[depth] in held:
+        while depth < len(chain) and chain[depth] in held:
             depth += 1
         num_tokens += min(depth * trace.block_size, request.prompt_tokens - 1)
-        for place in reversed(places):   # the tail is forgotten first
-            held[place] = None
-            held.move_to_end(place)
+        for block in reversed(chain):   # the tail is forgotten first
+            held[block] = None
+            held.move_to_end(block)
         while num_blocks is not None and len(held) > num_blocks:
             held.popitem(last=False)
     return num_tokens

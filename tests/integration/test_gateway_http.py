@@ -18,7 +18,7 @@ from tests.support.gateway_in_process import ADMIN, WORKER_TOKEN, running_gatewa
 from tests.support.stub_worker import StubWorker, never_answer, pause, running, stream_one_then_hang
 from worker.prompt.requests import parse_chat
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 
 
@@ -203,6 +203,31 @@ async def test_explain_decides_and_sends_nothing() -> None:
             assert (candidate["reported_prefill_tokens_per_s"], candidate["reported_decode_step_s"]) == (1000.0, 0.01)
         assert not any(stub.seen for stub in stubs)
         assert (await gateway.worker())["speculative_blocks"] == 0
+
+
+@pytest.mark.parametrize(("body", "status", "says"), [
+    ({"prompt": "Some text. " * 9}, 200, "prompt_tokens"), ({"input": "Some text. " * 9}, 200, "prompt_tokens"),
+    ({}, 400, "messages (chat), prompt (completions) or input (responses)"), ({"messages": []}, 400, "messages")])
+async def test_explain_knows_the_route_by_its_prompt(body: dict[str, object], status: int, says: str) -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        answer = await gateway.send("POST", "/admin/explain", payload={"model": "stub", **body}, headers=ADMIN)
+    assert answer.status == status
+    assert says in answer.body.decode()
+
+
+async def test_a_list_of_prompts_goes_to_who_holds_its_longest() -> None:
+    stubs = [StubWorker(worker_token=WORKER_TOKEN) for _ in range(2)]
+    async with running(*stubs), running_gateway(*(stub.url for stub in stubs)) as gateway:
+        await gateway.until_exact(num_workers=2)
+        for number in range(4):
+            long = [10 + number] * 320
+            first = await gateway.send("POST", COMPLETIONS, payload={"model": "stub", "prompt": long})
+            for prompts in ([[9] * 40, long], [long, [9] * 40]):
+                answer = await gateway.send("POST", COMPLETIONS, payload={"model": "stub", "prompt": prompts})
+                assert answer.headers["x-headstart-worker"] == first.headers["x-headstart-worker"]
+                assert answer.headers["x-headstart-matched-tokens"] == "319"
 
 
 async def test_predictions_are_shown_and_measured_and_a_session_keeps_its_worker() -> None:

@@ -68,6 +68,7 @@ async def test_ids_become_prompts_of_the_traces_lengths_and_sharing(capsys: pyte
     report = report_in(capsys)
     [policy] = report["policies"]
     assert (policy["requests"], policy["failed"], report["errors"]) == (30, 0, {})
+    assert (report["speed"], report["rate"]) == (None, 1e6)
     assert report["cached_tokens"] == sum(seen.cached_tokens for seen in stub.seen[:30])
     assert report["prompt_tokens"] == sum(map(len, first_run))
 
@@ -166,6 +167,7 @@ async def test_an_openai_server_without_any_of_our_headers(capsys: pytest.Captur
     ([MOONCAKE, "--url", "localhost"], "http://host:port"),
     ([MOONCAKE, "--url", "http://h", "--speed", "0"], "--speed"),
     ([MOONCAKE, "--url", "http://h", "--speed", "inf"], "--speed"),
+    ([MOONCAKE, "--url", "http://h", "--speed", "1e-9"], "--speed should be at least 0.001"),
     ([MOONCAKE, "--url", "http://h", "--rate", "nan"], "--rate"),
     ([MOONCAKE, "--url", "http://h", "--timeout", "inf"], "--timeout"),
     ([MOONCAKE, "--url", "http://h", "--speed", "100", "--rate", "5"], "not allowed with argument --speed"),

@@ -84,6 +84,8 @@ def test_what_would_eat_the_machine_is_refused(lines: list[tuple[int, int]], arg
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["absent.jsonl"], "neither a file nor one of the workloads"), ([TRACE, "--policy", "fastest"], "unknown policy"),
+    ([TRACE, "--policy", "all,fastest"], "unknown policy 'fastest'"),
+    ([TRACE, "--shared-ledger"], "--shared-ledger is for several gateways"),
     ([TRACE, "--workers", "0"], "--workers"), ([TRACE, "--load", "-1"], "--load"),
     ([TRACE, "--load", "x"], "--load should be numbers"),
     ([TRACE, "--seeds", "0"], "--seeds"),

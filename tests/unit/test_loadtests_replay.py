@@ -88,6 +88,13 @@ def test_more_hits_than_the_trace_has_are_remarked_on(cached: int, is_odd: bool)
     assert ("another --seed" in table) == is_odd
 
 
+def test_one_request_is_no_rate() -> None:
+    trace, about = Trace("t", "synthetic", 16, (REQUEST,)), {"url": "u", "model": "m", "seed": 0}
+    report = replay_report(trace, [outcome(0)], about, label="live")
+    assert report["rate_per_s"] is None
+    assert "- requests/s" in as_table(report)
+
+
 def test_kinds_of_errors_are_bounded() -> None:
     outcomes = [outcome(index, error=f"kind {index}") for index in range(ERROR_KINDS_MAX + 5)]
     counted = errors_of([*outcomes, outcome(0, error="often"), outcome(1, error="often")])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtests.sim.metrics import cache_bounds
 from loadtests.traces import TraceError, load_trace
 from loadtests.workloads import WORKLOADS
 from tests.support.simulated import TRACES, trace_of
@@ -73,6 +74,15 @@ def test_rate_and_footprint() -> None:
     faster = trace.at_rate(3.0)
     assert faster.span_s == pytest.approx(1.0)
     assert [r.block_ids for r in faster.requests] == [r.block_ids for r in trace.requests]
+
+
+def test_equal_blocks_behind_different_ones_are_different() -> None:
+    trace = trace_of((1, 2, 3), (4, 2, 3), (1, 2, 5), gap_s=1.0)
+    assert trace.num_distinct_blocks() == 7
+    first, other, third = trace.chains()
+    assert not set(first) & set(other)
+    assert (first[:2], first[2] != third[2]) == (third[:2], True)
+    assert cache_bounds(trace, 100).infinite_ratio == pytest.approx(2 * 16 / (3 * 49))
 
 
 MOONCAKE_LINE = b'{"timestamp": 1, "input_length": 600, "output_length": 9, "hash_ids": [1]}\n'

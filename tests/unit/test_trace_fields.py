@@ -56,6 +56,7 @@ BAD = [
     *((session(runs=value), "runs should have 15 or 16 ids") for value in ([], [[0, 17]], [[0, 10**9]])),
     *((session(t=value), "t should be") for value in ("x", -1, 1e30)),
     *(({**SESSION, "block_size": value}, "block_size should be a whole number from 1") for value in (0, -1, "a")),
+    ({**SESSION, "block_size": 32}, "block_size should be that of the lines before, 64"),
     ({**SESSION, "requests": [5]}, "requests should be a list of objects"),
     ({**SESSION, "requests": [nested(SUBAGENTS_DEEP_MAX + 2)]}, "nested"),
     *((talk(value), "messages should be a list of objects") for value in (5, None, "hi")),
@@ -96,6 +97,12 @@ def test_the_limits_themselves_are_legal(tmp_path: Path) -> None:
     assert loaded(path, {**LENGTHS, "output_length": 0}).requests[0].output_tokens == 1
     assert len(loaded(path, {**SESSION, "requests": [nested(SUBAGENTS_DEEP_MAX)]}).requests) == 1
     assert loaded(path, talk({"role": "user", "content": None}, {"role": "user", "content": [{"type": "text"}]}))
+
+
+def test_lines_with_blocks_of_their_own_are_scaled_when_told_to(tmp_path: Path) -> None:
+    other = {"id": "b", "block_size": 128, "requests": [{**ASKED, "runs": [[0, 8]]}]}
+    lengths = [one.prompt_tokens for one in loaded(tmp_path / "t.jsonl", SESSION, other, block_size=32).requests]
+    assert sorted(lengths) == [ASKED["in"] // 4, ASKED["in"] // 2]
 
 
 def test_a_block_size_that_makes_a_prompt_too_long_is_named(tmp_path: Path) -> None:
