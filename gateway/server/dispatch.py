@@ -38,7 +38,11 @@ from worker.protocol.block_hash import ExtraKeyKind, HashScheme
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
 TOLD_BET_MIN_BLOCKS = 32
-OVERBOOKED_RETRIES_MAX = 3
+# Whoever loses a race for a worker's last place looks again. Another loser may have been put to sleep by the kernel
+# between booking and letting go, and looks full until it runs again: hence the pauses, some 2 ms in all at most.
+OVERBOOKED_RETRIES_MAX = 10
+OVERBOOKED_PAUSE_S = 0.0002
+OVERBOOKED_AT_ONCE = 2
 EXPECTED_PREFILL_MAX_S = 120.0
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
              "match_speculative_tokens", "uncached_tokens")
@@ -276,6 +280,8 @@ class Choosing:
             if attempt == OVERBOOKED_RETRIES_MAX or not self._dispatcher.is_overbooked(placement):
                 break
             placement.abandon()
+            if attempt >= OVERBOOKED_AT_ONCE:
+                time.sleep(OVERBOOKED_PAUSE_S)
         if last is not None:
             self._record.retries.append(last.reason)
         self.note(placement)
