@@ -83,9 +83,8 @@ class Learning:
 
     def _has_moved(self, endpoint_id: str, reported: tuple[float, float]) -> bool:
         """A worker that is slow no more, or fast no more, says so: it should not be held against its report."""
-        compared = self._compared.get(endpoint_id, reported)
-        return any(before > 0 and not before / MOVED_RATIO <= now <= before * MOVED_RATIO
-                   for before, now in zip(compared, reported, strict=True))
+        before = self._compared.get(endpoint_id)
+        return before is not None and (_differ(before[0], reported[0]) or _differ(before[1], reported[1]))
 
     def _forget_rates(self, endpoint_id: str) -> None:
         self._rates.forget(endpoint_id)
@@ -145,3 +144,7 @@ class Learning:
         if prefill == view.prefill_tokens_per_s and step_s == view.decode_step_s:
             return view
         return replace(view, prefill_tokens_per_s=prefill, decode_step_s=step_s)
+
+
+def _differ(before: float, now: float) -> bool:
+    return before > 0 and not before / MOVED_RATIO <= now <= before * MOVED_RATIO
