@@ -292,6 +292,11 @@ class EndpointTable:
         """
         return self.service(model).endpoints
 
+    def offering(self, model: str) -> tuple[Endpoint, ...]:
+        """serving(), or failing those the ones that drain: the model is still theirs, though nobody takes more now."""
+        return self.serving(model) or tuple(endpoint for endpoint in self.joined(model)
+                                            if endpoint.state is EndpointState.DRAINING)
+
     def service(self, model: str) -> ModelService:
         """serving(), and what follows from it."""
         if self._services_at != _Changes.count:
