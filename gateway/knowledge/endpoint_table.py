@@ -293,7 +293,7 @@ class EndpointTable:
         return self.service(model).endpoints
 
     def offering(self, model: str) -> tuple[Endpoint, ...]:
-        """serving(), or failing those those that drain: the model is still theirs, though it gets no more."""
+        """serving(), or where there are none, those that drain: the model is still theirs, though it gets no more."""
         return self.serving(model) or tuple(endpoint for endpoint in self.joined(model)
                                             if endpoint.state is EndpointState.DRAINING)
 
