@@ -17,5 +17,5 @@ def look_at_lost_after_s(usual_s: float, num_failures: int, num_workers: int) ->
     """From the num_failures-th look in a row that found it out to the next; healthy ones are `usual_s` apart."""
     if num_failures <= RETURN_LOOKS:
         return min(usual_s, max(RETURN_LOOK_S, LOOK_SHARE_S * num_workers))
-    doublings = min(num_failures - RETURN_LOOKS, 16)
+    doublings = float(min(num_failures - RETURN_LOOKS, 16))
     return max(usual_s, min(usual_s * 2 ** doublings, BACKOFF_MAX_S))
