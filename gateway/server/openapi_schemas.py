@@ -132,7 +132,8 @@ _ANSWERS: Json = {
     "Prewarmed": _object({"hash": _TEXT, "worker": _nullable(_TEXT)}),
     "WorkerState": _object({"id": _TEXT, "state": _TEXT}),
     "Explanation": _object({"decision": _nullable({"type": "object"})}, reason=_TEXT, detail=_TEXT,
-                           prompt_tokens=_COUNT, candidates=_list_of({"type": "object"})),
+                           prompt_tokens=_COUNT, candidates=_list_of({"type": "object"}),
+                           would_be_refused=_nullable({"type": "object"})),
     # One server-sent event. `data` is a chunk as JSON, or [DONE]; the event `error` carries an Error.
     "Event": _object({"data": _TEXT}, event=_TEXT, id=_TEXT),
     "AnyObject": {"type": "object"},

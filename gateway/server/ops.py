@@ -6,7 +6,7 @@ Owns: who may see what. Must never: show prompt text, a token or a seed.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,7 +22,8 @@ from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRo
 from gateway.server.http import Routes, json_response, read_body
 from gateway.server.prewarm import Prewarmer
 from gateway.server.probes import LIVEZ, METRICS, METRICS_TYPE, READYZ, ProbeAnswer, Probes
-from gateway.server.reading import Given
+from gateway.server.prompt_limit import refusal_of_answer
+from gateway.server.reading import Given, Intake
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
 from worker.protocol.api_error import ApiError, invalid_request
@@ -120,7 +121,17 @@ class OpsRoutes:
         body = await read_body(request, self._max_body_bytes)
         intake = await self._generate.take_in(Given(body, _route_of(body), RequestRecord("explain", "/admin/explain"),
                                                     self._access.named(request.query.get("tenant")), {}))
-        return json_response(self._generate.explain(intake))
+        explained = self._generate.explain(intake)
+        refusal = self._refusal(intake, explained["decision"])
+        return json_response({**explained, "would_be_refused": None if refusal is None else refusal.body()["error"]})
+
+    def _refusal(self, intake: Intake, decision: Mapping[str, Any] | None) -> ApiError | None:
+        """What the chosen worker will say of the answer's length, which is all of its checks that is known here."""
+        endpoint = None if decision is None else self._table.get(decision["endpoint_id"])
+        parsed = intake.parsed
+        if endpoint is None or endpoint.report is None or parsed.max_tokens is None or parsed.max_tokens_is_default:
+            return None
+        return refusal_of_answer(parsed.max_tokens, intake.routed.num_prompt_tokens, endpoint.report.max_context)
 
     def authorise(self, request: BaseRequest) -> None:
         """ApiError 401 unless the request carries the admin token."""

@@ -1,6 +1,7 @@
 """Is a prompt too long for every worker of its model? Known without tokenising for a text that is far too long.
 
-Owns: the 400 for it, at the gateway, before any worker hears of it. Must never: refuse what fits.
+Owns: the 400 for it, at the gateway, before any worker hears of it; and what a worker will say of an answer that may
+get too long, for POST /admin/explain. Must never: refuse what fits.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from worker.prompt.token_bound import TokenBound
-from worker.protocol.api_error import invalid_request
+from worker.protocol.api_error import ApiError, invalid_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,12 @@ class PromptLimit:
         raise invalid_request(f"The prompt is {num_tokens} tokens long and the longest context that a worker of this "
                               f"model serves is {self.max_context} tokens, of which at least one must be left for "
                               "the answer.", self.param)
+
+
+def refusal_of_answer(max_tokens: int, num_prompt_tokens: int, max_context: int) -> ApiError | None:
+    """The 400 of a worker with this context for a `max_tokens` that is more than the prompt leaves; None: it fits."""
+    rest = max_context - num_prompt_tokens
+    if max_tokens <= rest:
+        return None
+    return invalid_request(f"max_tokens is {max_tokens}, but the prompt takes {num_prompt_tokens} of the worker's "
+                           f"context of {max_context} tokens and leaves {rest}.", "max_tokens")
