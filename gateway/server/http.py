@@ -15,6 +15,8 @@ from typing import NoReturn
 
 import orjson
 from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import StreamWriter
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
@@ -100,7 +102,7 @@ class Routes:
             _log.exception("internal_error", request_id=request_id, path=request.path)
             response = error_response(errors.internal_error(request_id))
         if not response.prepared:
-            if request.writer.output_size > 0 or request.writer.chunked:
+            if _has_begun(request.writer):
                 _cut(request, "an answer had begun, and no other may stand inside it")
             response.headers.update(self.common_headers(request))
             if self.is_closing():
@@ -144,6 +146,11 @@ class Routes:
         if wanted not in handlers:
             raise errors.method_not_allowed(method, path, handlers)
         return handlers[wanted]
+
+
+def _has_begun(writer: AbstractStreamWriter) -> bool:
+    """Whether a head has gone out, or has settled how the body is framed."""
+    return writer.output_size > 0 or (isinstance(writer, StreamWriter) and writer.chunked)
 
 
 def _cut(request: BaseRequest, why: str, cause: Exception | None = None) -> NoReturn:
