@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.ended_streams import said_all
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
     Behaviour,
@@ -17,7 +18,6 @@ from tests.support.stub_worker import (
     pause,
     refuse,
     running,
-    said_all,
     stream_one_then_hang,
 )
 

@@ -38,14 +38,7 @@ from worker.protocol.cache_events import (
     encode_snapshot_header,
     parse_replay_request,
 )
-from worker.protocol.internal_request import (
-    TOKEN_IDS_HEADER,
-    TOKEN_IDS_IN_COMMENTS,
-    WORKER_TOKEN_HEADER,
-    decode_internal,
-    is_internal,
-)
-from worker.protocol.told_tokens import encode_told
+from worker.protocol.internal_request import WORKER_TOKEN_HEADER, decode_internal, is_internal
 
 BLOCK_SIZE = 16
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
@@ -312,23 +305,6 @@ async def end_without_done(stub: StubWorker, request: web.Request, seen: Seen) -
     await response.write(events_of(seen)[0])
     await response.write_eof()
     return response
-
-
-def said_all(*, told: bool, hangs: bool = False) -> Behaviour:
-    """A whole stream whose connection closes, or hangs, before HTTP's own end of it."""
-
-    async def behave(stub: StubWorker, request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await open_stream(request, {TOKEN_IDS_HEADER: TOKEN_IDS_IN_COMMENTS} if told else {})
-        for number, event in enumerate(events_of(seen)):
-            await response.write((encode_told(0, 1, [number]) if told else b"") + event)
-            await asyncio.sleep(0.02)
-        if hangs:
-            await asyncio.Event().wait()
-        assert request.transport is not None
-        request.transport.close()
-        raise ConnectionResetError("died")
-
-    return behave
 
 
 async def never_answer(stub: StubWorker, request: web.Request, seen: Seen) -> web.StreamResponse:
