@@ -94,6 +94,12 @@ def queue_full(why: str, reason: str, retry_after_s: float) -> Rejected:
     return Rejected("queue_full", f"{why}; try again later.", reason=reason, retry_after_s=retry_after_s)
 
 
+def deadline_too_soon(retry_after_s: float) -> Rejected:
+    """No worker has been asked: the client's own deadline is what stands against it, not a queue that is full."""
+    return Rejected("queue_full", "No answer could begin before this request's deadline (x-request-deadline-ms); "
+                    "allow it more time, or try again later.", reason="deadline", retry_after_s=retry_after_s)
+
+
 def tenant_not_found(tenant_id: str | None) -> ApiError:
     named = "Name a tenant as ?tenant=ID" if tenant_id is None else f"There is no tenant {tenant_id[:200]!r}"
     return ApiError(404, "tenant_not_found", f"{named}; the tenants are those of the gateway's keys.")

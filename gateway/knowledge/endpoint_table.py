@@ -292,6 +292,11 @@ class EndpointTable:
         """
         return self.service(model).endpoints
 
+    def offering(self, model: str) -> tuple[Endpoint, ...]:
+        """serving(), or where there are none, those that drain: the model is still theirs, though it gets no more."""
+        return self.serving(model) or tuple(endpoint for endpoint in self.joined(model)
+                                            if endpoint.state is EndpointState.DRAINING)
+
     def service(self, model: str) -> ModelService:
         """serving(), and what follows from it."""
         if self._services_at != _Changes.count:

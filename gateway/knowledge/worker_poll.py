@@ -29,11 +29,11 @@ from gateway.knowledge.event_feed import QUIET_CHECK_S, EventFeed
 from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.joining import Joined, Joining
 from gateway.routing.load_ledger import LoadLedger
+from gateway.routing.lost_looks import look_at_lost_after_s
 from gateway.routing.others_share import look_again_after_s
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.logs import get_logger
 
-MAX_BACKOFF_S = 5.0
 LATE_ANSWERS_TOLERATED = 2
 LATE_AFTER_S = 1.5
 MAX_QUEUED_OBSERVATIONS = 1024
@@ -190,11 +190,12 @@ class WorkerPoll:
 
     def _pause_s(self, endpoint_id: str, num_failures: int) -> float:
         endpoint = self._table.get(endpoint_id)
-        num_doublings = max(0, num_failures - 1 - LATE_ANSWERS_TOLERATED)
-        pause_s: float = min(self._interval_s * 2 ** num_doublings, MAX_BACKOFF_S)
+        if num_failures > LATE_ANSWERS_TOLERATED:
+            return look_at_lost_after_s(self._interval_s, num_failures, len(self._adapters))
         if num_failures or endpoint is None:
-            return pause_s
-        return look_again_after_s(pause_s, max(endpoint.others.ratio, self._table.unseen.ratio), len(self._adapters))
+            return self._interval_s
+        others_ratio = max(endpoint.others.ratio, self._table.unseen.ratio)
+        return look_again_after_s(self._interval_s, others_ratio, len(self._adapters))
 
     async def _look(self, adapter: HeadstartWorker) -> Observation:
         endpoint_id = adapter.worker.endpoint_id

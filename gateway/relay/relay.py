@@ -134,7 +134,7 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
         answer.response.close()
         settle()
     if tail.ended_with_done():
-        failure = None  # everything was said; how the connection ended after that is nobody's concern
+        failure, can_move = None, False  # all was said; how the connection ended after that is nobody's concern
     elif failure is None:
         failure, can_move = errors.worker_failed("The worker ended the stream without [DONE]."), True
     if shortcut is not None:

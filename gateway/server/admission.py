@@ -250,7 +250,7 @@ class Admission:
             if not len(line.queue):
                 continue
             for late in line.queue.expired(now):
-                self._end_wait(line, late, self._too_late(now - late.arrived_at))
+                self._end_wait(line, late, self._too_late(late, now))
             limit = self._limit(model)
             while (entry := line.take_next(limit)) is not None:
                 line.rate.left(entry.cost_tokens, now, queue_is_empty=not len(line.queue))
@@ -285,12 +285,15 @@ class Admission:
             return
         ttft_s = wait_s + (ask.predict_ttft_s() or 0.0)
         if left_s is not None and ttft_s > left_s:
-            raise errors.queue_full("The answer could not begin before the request's deadline", "deadline", wait_s)
+            raise errors.deadline_too_soon(wait_s)
         if slo_s is not None and ttft_s > slo_s:
             raise errors.queue_full(f"The answer would not begin within {slo_s:g} s", "slo", ttft_s - slo_s)
 
     def _full(self, wait_s: float) -> errors.Rejected:
         return errors.queue_full("Too many requests wait for a worker", "queue_full", wait_s)
 
-    def _too_late(self, waited_s: float) -> errors.Rejected:
+    def _too_late(self, late: Waiting, now: float) -> errors.Rejected:
+        waited_s = now - late.arrived_at
+        if late.deadline_at is not None and late.deadline_at < late.arrived_at + self._config.max_queue_wait_s:
+            return errors.deadline_too_soon(waited_s)   # it was the client's own
         return errors.queue_full("No worker had a place in time", "queue_wait", waited_s)

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_request import BaseRequest
 
 from gateway.server.half_close import CAN_TELL, INTERIM, HalfClosed
-from worker.protocol.http_mistakes import PrivateConnection
+from worker.protocol.http_mistakes import MAX_HEAD_BYTES, PrivateConnection
 
 MAX_URL_BYTES = 8190
 MAX_HEADER_BYTES = 8190
@@ -69,8 +70,8 @@ class GuardedServer(web.Server):
 class GuardedConnection(PrivateConnection):
     """One client's connection. At any time one timer runs at the most: for a head, or for an answer to be read."""
 
-    __slots__ = ("_awaits_head", "_busy", "_guard", "_half_closed", "_num_finished", "_refused", "_timer",
-                 "_unread_bytes", "probe_stream")
+    __slots__ = ("_awaits_head", "_body", "_busy", "_guard", "_half_closed", "_head_bytes", "_num_finished",
+                 "_refused", "_timer", "_unread_bytes", "probe_stream")
 
     def __init__(self, server: GuardedServer, **settings: Any) -> None:
         super().__init__(server, **settings)
@@ -78,6 +79,8 @@ class GuardedConnection(PrivateConnection):
         self._timer: asyncio.TimerHandle | None = None
         self._busy = self._refused = self._awaits_head = False
         self._unread_bytes = 0
+        self._head_bytes = 0                    # read of a head that is not whole
+        self._body: StreamReader | None = None  # of the request that was read last, while it may have more to come
         self._num_finished = 0
         self._half_closed: HalfClosed | None = None
         self.probe_stream: Callable[[], bool] | None = None
@@ -111,9 +114,41 @@ class GuardedConnection(PrivateConnection):
             return
         if not self._busy and not self._awaits_head:
             self._start(self._guard.limits.head_s, self._head_is_late)
-        super().data_received(data)
+        self._read(data)
         if self._is_lost():
             self._loop.call_later(LOST_BODY_S, self._end_open_bodies)
+
+    def _read(self, data: bytes) -> None:
+        """Give it to aiohttp, and see that no head gets longer than MAX_HEAD_BYTES, whole or not."""
+        if self._body is not None and self._body.is_eof():
+            self._body = None
+        was_head, count = self._body is None, self._request_count
+        super().data_received(data)
+        if (num_read := self._request_count - count):
+            self._body = self._messages[-1][1]
+            if self._head_bytes + len(data) > MAX_HEAD_BYTES:
+                self._check_heads(num_read)
+            self._head_bytes = 0
+        elif was_head and not (self._buffer_paused or self._upgraded or self._close or self._force_close):
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
+
+    def _check_heads(self, num_read: int) -> None:
+        """Of the requests read last, the first with too long a head is refused; what is behind it is not served."""
+        for behind in range(num_read, 0, -1):
+            message = self._messages[-behind][0]
+            if isinstance(message, RawRequestMessage) and _head_bytes(message) > MAX_HEAD_BYTES:
+                for _ in range(behind):
+                    self._messages.pop()
+                self._request_count -= behind
+                self._refuse_head()
+                return
+
+    def _refuse_head(self) -> None:
+        self._head_bytes, self._body = 0, None
+        self._guard.on_refused("large_head")
+        self.refuse_head()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """See asyncio.Protocol. Whoever stops sending may still want the answers to what it sent."""
@@ -201,3 +236,9 @@ class GuardedConnection(PrivateConnection):
             return
         self._unread_bytes = unread_bytes
         self._start(self._guard.limits.stall_s, self._answer_is_unread)
+
+
+def _head_bytes(message: RawRequestMessage) -> int:
+    """How long a head was that has been read, but for blanks around its values."""
+    line = len(message.method) + len(message.path) + len("  HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in message.raw_headers) + len("\r\n")

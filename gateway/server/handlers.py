@@ -55,7 +55,7 @@ class ClientRoutes:
 
     async def _list_models(self, request: BaseRequest) -> web.Response:
         tenant = self._access.tenant_of(request)
-        served = {name: self._table.serving(name) for name in self._table.models() if tenant.may_use(name)}
+        served = {name: self._table.offering(name) for name in self._table.models() if tenant.may_use(name)}
         return json_response({"object": "list", "data": [_model(name, endpoints) for name, endpoints in served.items()
                                                          if endpoints]})
 
@@ -63,7 +63,7 @@ class ClientRoutes:
         tenant = self._access.tenant_of(request)
         name = unquote(self._routes.path_of(request).removeprefix(MODELS_PREFIX))
         tenant.check_model(name)
-        endpoints = self._table.serving(name)
+        endpoints = self._table.offering(name)
         if endpoints:
             return json_response(_model(name, endpoints))
         if name in self._table.models():
@@ -78,7 +78,7 @@ class ClientRoutes:
         renderer = self._generate.reference(model, tenant).renderer
         tokens = await self._prompt_work.run(len(body), lambda: renderer.tokenize(parsed))
         texts = [renderer.tokenizer.token_text(token) for token in tokens] if parsed.return_token_strs else None
-        return json_response({"count": len(tokens), "max_model_len": _max_context(self._table.serving(model)),
+        return json_response({"count": len(tokens), "max_model_len": _max_context(self._table.offering(model)),
                               "tokens": tokens, "token_strs": texts})
 
     async def _detokenize(self, request: BaseRequest) -> web.Response:

@@ -11,9 +11,12 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import orjson
 from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import StreamWriter
 from aiohttp.web_request import BaseRequest
 
 from gateway import errors
@@ -92,15 +95,15 @@ class Routes:
             if isinstance(error, UnclearHead) or error.status in (408, 413):
                 response.force_close()  # where the next request begins is anybody's guess, or far away
         except ClientLeft as left:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError(str(left)) from left  # aiohttp then drops the connection and says nothing
+            _cut(request, str(left), left)
         except ConnectionError:
             raise
         except Exception:
             _log.exception("internal_error", request_id=request_id, path=request.path)
             response = error_response(errors.internal_error(request_id))
         if not response.prepared:
+            if _has_begun(request.writer):
+                _cut(request, "an answer had begun, and no other may stand inside it")
             response.headers.update(self.common_headers(request))
             if self.is_closing():
                 response.force_close()
@@ -143,6 +146,18 @@ class Routes:
         if wanted not in handlers:
             raise errors.method_not_allowed(method, path, handlers)
         return handlers[wanted]
+
+
+def _has_begun(writer: AbstractStreamWriter) -> bool:
+    """Whether a head has gone out, or has settled how the body is framed."""
+    return writer.output_size > 0 or (isinstance(writer, StreamWriter) and writer.chunked)
+
+
+def _cut(request: BaseRequest, why: str, cause: Exception | None = None) -> NoReturn:
+    """Drop the connection: the client sees that its answer is torn. aiohttp says nothing more then."""
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError(why) from cause
 
 
 def error_response(error: ApiError) -> web.Response:

@@ -151,15 +151,28 @@ async def test_bytes_bound_the_queue_too(start: Any) -> None:
     await held.until_waiting(1)
 
 
-async def test_waiting_ends_at_the_limit_and_at_the_clients_deadline(start: Any) -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_deadline_that_cannot_be_met_reads_the_same_at_once_and_in_line(start: Any, is_stream: bool) -> None:
+    held = await start()
+    at_once = await held.gateway.chat("x" * 50, stream=is_stream, headers={"x-request-deadline-ms": "1"})
+    held.send("one")
+    await held.until_seen(1)
+    in_line = await held.gateway.chat("two", stream=is_stream, headers={"x-request-deadline-ms": "300"})
+    for late in (at_once, in_line):
+        assert (late.status, late.error["code"]) == (429, "queue_full")
+        assert "x-request-deadline-ms" in late.error["message"]
+        assert 1 <= int(late.headers["retry-after"]) <= 120
+    assert (await held.rejected("deadline"), await held.rejected("queue_wait")) == (2, 0)
+    assert len(held.stub.seen) == 1
+
+
+async def test_waiting_ends_at_the_limit(start: Any) -> None:
     held = await start(max_queue_wait_s=0.2)
     held.send("one")
     await held.until_seen(1)
     late = await held.gateway.chat("two")
     assert (late.status, late.error["code"]) == (429, "queue_full")
     assert await held.rejected("queue_wait") == 1
-    late = await held.gateway.chat("three", headers={"x-request-deadline-ms": "100"})
-    assert late.status == 429
     wrong = await held.gateway.chat("four", headers={"x-request-deadline-ms": "-1"})
     assert (wrong.status, wrong.error["param"]) == (400, "x-request-deadline-ms")
 

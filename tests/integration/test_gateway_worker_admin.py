@@ -88,6 +88,23 @@ async def test_a_drained_worker_can_be_put_back() -> None:
             assert (await gateway.chat()).status == answered
 
 
+async def test_models_stay_listed_while_their_workers_are_drained() -> None:
+    stub = StubWorker(worker_token=WORKER_TOKEN)
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        said = [(await gateway.send("GET", path)).body for path in ("/v1/models", "/v1/models/stub")]
+        worker_id = (await gateway.worker())["id"]
+        await gateway.send("POST", f"/admin/workers/{worker_id}/drain", headers=ADMIN)
+        assert [(await gateway.send("GET", path)).body for path in ("/v1/models", "/v1/models/stub")] == said
+        for stream in (False, True):
+            refused = await gateway.chat(stream=stream)
+            assert (refused.status, refused.error["code"]) == (503, "no_worker")
+            assert refused.headers["retry-after"]
+        assert (await gateway.send("GET", "/v1/models/other")).status == 404
+        assert (await remove(gateway, worker_id)).status == 200
+        assert json.loads((await gateway.send("GET", "/v1/models")).body)["data"] == []
+
+
 async def test_no_worker_can_be_added_where_none_may_be() -> None:
     asked: list[str] = []
 

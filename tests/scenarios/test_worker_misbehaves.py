@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.ended_streams import said_all
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
     Behaviour,
@@ -41,6 +42,7 @@ ANSWERED = (b"Hello",)
 ROUTE = 'route="/v1/chat/completions",model="stub"'
 UNCOUNTED = {'headstart_prompt_tokens_total{model="stub"}': 0,
              'headstart_cached_tokens_total{model="stub",source="predicted"}': 0}
+SERVED = f'headstart_requests_total{{{ROUTE},code="200"}}'
 CASES = [
     Case("all is well", [], 200, text=ANSWERED),
     Case("all is well, streamed", [], 200, stream=True, text=(b"Hello", b"cached_tokens", b"data: [DONE]")),
@@ -72,6 +74,11 @@ CASES = [
     Case("a stream without [DONE]", [end_without_done], 200, stream=True,
          text=(b"Hello", b"event: error", b"worker_failed"), absent=(b"data: [DONE]",),
          metrics={'headstart_broken_streams_total{reason="worker_failed"}': 1}),
+    *(Case(f"{how} after [DONE], tokens {'told' if told else 'untold'}: all was said",
+           [said_all(told=told, hangs=how == "hangs")], 200, stream=True, text=(b"Hello", b"data: [DONE]"),
+           absent=(b"event: error", b"HTTP/1.1", b"internal_error"),
+           metrics={'headstart_broken_streams_total{reason="worker_failed"}': 0, SERVED: 1})
+      for how in ("closes", "hangs") for told in (False, True)),
     Case("silent for a while: comments keep the connection", [pause(0.3)], 200, stream=True,
          text=(b"\n\n: keep-alive\n\ndata:", b"data: [DONE]"), absent=(b"event: error",)),
     Case("silent inside an event: no comment may tear it", [pause(0.3, torn=True)], 200, stream=True,

@@ -131,7 +131,7 @@ CHUNKS |= {
                                                      + b"\r\nx-headstart-tenant: " + SMUGGLED + b"\r\n\r\n")),
     "trailer without a colon": Malformed(chunked(CHUNK, end=b"0\r\nGET /" + SMUGGLED + b" HTTP/1.1\r\n\r\n")),
     "trailer behind a bare LF": Malformed(chunked(CHUNK, end=b"0\r\nX: y\n\r\n")),
-    "trailers without end": Malformed(chunked(CHUNK, end=b"0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n")),
+    "trailers without end": Malformed(chunked(CHUNK, end=b"0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n"), ((400, 431),)),
 }
 
 HEADERS = {f"header line {line!r}": Malformed(sized(line)) for line in (
@@ -176,7 +176,7 @@ LINES |= {
     "method in small letters": Malformed(sized(line=b"post /v1/completions HTTP/1.1"), ((400, 405),)),
     "method of 10 KB": Malformed(sized(line=b"P" * 10_000 + b" / HTTP/1.1"), ((400, 501),)),
     "empty lines before it": served(b"\r\n\r\n" + sized()),
-    "target of 10 KB": Malformed(sized(line=b"POST /" + b"a" * 10_000 + b" HTTP/1.1"), ((400, 414),)),
+    "target of 10 KB": Malformed(sized(line=b"POST /" + b"a" * 10_000 + b" HTTP/1.1"), ((400, 414, 431),)),
     "absolute target": served(sized(line=b"POST http://x/v1/completions HTTP/1.1")),
     "absolute target elsewhere": either(sized(line=b"POST http://" + SMUGGLED + b"/v1/completions HTTP/1.1")),
     "absolute target with a user": either(sized(line=b"POST http://a@" + SMUGGLED + b"/v1/completions HTTP/1.1")),

@@ -11,18 +11,28 @@ from typing import Any
 
 import orjson
 from aiohttp import HttpVersion11, StreamReader, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.web_protocol import _ErrInfo
 from aiohttp.web_request import BaseRequest
 
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.logs import get_logger
 
-_NOT_HTTP = ("The request is not well-formed HTTP/1.1, or its head is too large (8,190 bytes a line, 128 headers); "
+MAX_HEAD_BYTES = 65_536
+_NOT_HTTP = ("The request is not well-formed HTTP/1.1; "
              "check its request line, its headers and how its body is framed.")
+_TOO_LARGE = (f"The request's head is too large: 8,190 bytes a line, 128 headers and {MAX_HEAD_BYTES:,} bytes in all "
+              "are the most; send fewer or shorter headers, or a shorter path.")
 # A client's doing, each with a message that may quote what was sent.
 _MISTAKES = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 _log = get_logger("worker.protocol.http_mistakes")
+
+
+class HeadTooLarge(HttpProcessingError):
+    """Each line is short enough, and all of them together are not."""
+
+    code = 431
 
 
 class PrivateServer(web.Server):
@@ -55,6 +65,13 @@ class PrivateConnection(web.RequestHandler):
         super().data_received(data)
         if self._is_lost():
             self._end_open_bodies()     # nothing more can come, and aiohttp would let their readers wait
+
+    def refuse_head(self) -> None:
+        """Answer what has been read of a head, or the last whole one, by 431, and read no more."""
+        self._request_count += 1
+        self._messages.append((_ErrInfo(HeadTooLarge.code, HeadTooLarge(), ""), EMPTY_PAYLOAD))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _is_lost(self) -> bool:
         """Whether what came last was not HTTP."""
@@ -89,7 +106,7 @@ class PrivateConnection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("The answer has begun: nothing can be said any more.")
         if status < 500:
-            error = invalid_request(_NOT_HTTP, None)
+            error = head_too_large() if _is_too_large(exc) else invalid_request(_NOT_HTTP, None)
             request._version = HttpVersion11    # what cannot be read has none, and aiohttp would say 1.0
         else:
             error = ApiError(status, "internal_error", "The server failed on this request.")
@@ -100,6 +117,17 @@ class PrivateConnection(web.RequestHandler):
         if isinstance(resp, web.HTTPException):     # raised beside every handler of ours: an Expect nobody knows
             resp = _response(ApiError(resp.status, "invalid_request", f"The server cannot do this: {resp.reason}."))
         return await super().finish_response(request, resp, start_time)
+
+
+def head_too_large() -> ApiError:
+    """431: a line, the number of headers, or the whole is beyond its limit."""
+    return ApiError(HeadTooLarge.code, "head_too_large", _TOO_LARGE)
+
+
+def _is_too_large(exc: BaseException | None) -> bool:
+    if isinstance(exc, HttpProcessingError) and exc.message.startswith("Too many headers"):
+        return True     # which to aiohttp is a bad message like any other
+    return isinstance(exc, (HeadTooLarge, LineTooLong))
 
 
 def _response(error: ApiError) -> web.Response:
