@@ -308,10 +308,11 @@ class LoadLedger:
         account = self._accounts.get(endpoint_id)
         return account.streams() if account is not None else ()
 
-    def is_over(self, endpoint_id: str, limit: int) -> bool:
-        """Whether more than `limit` requests are under way there. Never, where booking follows counting at once; only
-        ledgers of several processes can tell otherwise."""
-        return False
+    def claim(self, endpoint_id: str, epoch: str, limit: int) -> bool:
+        """Whether one more request would be at most `limit` there; if so the caller books it next, and nothing else
+        before. Always, where booking follows counting at once: only ledgers of several processes can tell otherwise,
+        and they count it from now on."""
+        return True
 
     def loads(self) -> dict[str, LoadView]:
         """Every endpoint with an account; one that is absent has no load."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +39,8 @@ from worker.protocol.block_hash import ExtraKeyKind, HashScheme
 KV_CACHE_FULL = "full"
 # A shorter new tail is not worth a word to the gateway's other processes.
 TOLD_BET_MIN_BLOCKS = 32
-# Whoever loses a race for a worker's last place looks again. Another loser may have been put to sleep by the kernel
-# between booking and letting go, and looks full until it runs again: hence the pauses, some 2 ms in all at most.
-OVERBOOKED_RETRIES_MAX = 10
-OVERBOOKED_PAUSE_S = 0.0002
-OVERBOOKED_AT_ONCE = 2
+# Whoever loses a race for a worker's last place looks for another worker, so often in all and at any one.
+TRIES_MAX, TRIES_AT_ONE_MAX = 32, 3
 EXPECTED_PREFILL_MAX_S = 120.0
 EXPLAINED = ("endpoint_id", "epoch", "reason", "matched_tokens", "match_confirmed_tokens",
              "match_speculative_tokens", "uncached_tokens")
@@ -151,10 +149,6 @@ class Dispatcher:
         decision = self.decide(prompt, frozenset())
         return None if isinstance(decision, NoEndpoint) else _expected_prefill_s(decision)
 
-    def is_overbooked(self, placement: Placement) -> bool:
-        """Whether another process of this gateway booked the worker's last place in the same moment."""
-        return self._ledger.is_over(placement.endpoint_id, self._max_inflight)
-
     def _passed_over(self, excluded: frozenset[str], endpoints: Sequence[Endpoint],
                      loads: Mapping[str, LoadView]) -> frozenset[str]:
         """Those excluded, full or doubtful; mostly nobody."""
@@ -164,18 +158,31 @@ class Dispatcher:
 
     def book(self, prompt: RoutedPrompt, decision: RoutingDecision,
              address: Callable[[Endpoint], UpstreamRequest]) -> Placement:
-        """Put the request on the chosen worker's account and bet that its blocks will be in that cache."""
+        """Put the request on the chosen worker's account, even a full one's, and bet that it will have the blocks."""
+        placement = self._book(prompt, decision, address, sys.maxsize)
+        assert placement is not None, "more requests than can be counted"
+        return placement
+
+    def book_if_free(self, prompt: RoutedPrompt, decision: RoutingDecision,
+                     address: Callable[[Endpoint], UpstreamRequest]) -> Placement | None:
+        """As book(); None when another process of this gateway has booked the worker's last place."""
+        return self._book(prompt, decision, address, self._max_inflight)
+
+    def _book(self, prompt: RoutedPrompt, decision: RoutingDecision, address: Callable[[Endpoint], UpstreamRequest],
+              limit: int) -> Placement | None:
         endpoint = self._table.get(decision.endpoint_id)
         assert endpoint is not None, "the policy chose an endpoint that it was not shown"
         upstream_request = address(endpoint)  # before anything is booked: it is the step that could fail
         scheme, prepared, now = endpoint.scheme, prompt.prepared, time.monotonic()
         chain, num_tokens = prepared.chain(scheme), prepared.num_tokens
         others = num_tokens - prompt.num_prompt_tokens
-        booking = self._ledger.book(
-            decision.endpoint_id, decision.epoch, prefill_tokens=decision.uncached_tokens + others,
-            context_tokens=num_tokens, footprint=Footprint(
-                chain, decision.matched_tokens // scheme.block_size if chain and scheme is not None else 0,
-                decision.matched_tokens, self._expected_output(prompt, decision), now))
+        matched_blocks = decision.matched_tokens // scheme.block_size if chain and scheme is not None else 0
+        footprint = Footprint(chain, matched_blocks, decision.matched_tokens,
+                              self._expected_output(prompt, decision), now)
+        if not self._ledger.claim(decision.endpoint_id, decision.epoch, limit):
+            return None
+        booking = self._ledger.book(decision.endpoint_id, decision.epoch, context_tokens=num_tokens,
+                                    prefill_tokens=decision.uncached_tokens + others, footprint=footprint)
         self._table.unseen.booked(now)
         self._table.tried(endpoint, now)
         prefill_s = _expected_prefill_s(decision)
@@ -270,18 +277,18 @@ class Choosing:
         """The next worker, booked. ApiError 503 when none could be chosen in the first place."""
         if last is not None and self._record.worker_id is not None:
             self._suspect(self._record.worker_id)
-        for attempt in range(OVERBOOKED_RETRIES_MAX + 1):
+        placement, tried = None, list[str]()
+        while placement is None:
             decision = self._dispatcher.decide(self._prompt, excluded, self._record)
             if isinstance(decision, NoEndpoint):
                 if last is None:
                     raise errors.no_worker(f"No worker can take this request now: {decision.message}.")
                 return None
-            placement = self._dispatcher.book(self._prompt, decision, self._address)
-            if attempt == OVERBOOKED_RETRIES_MAX or not self._dispatcher.is_overbooked(placement):
-                break
-            placement.abandon()
-            if attempt >= OVERBOOKED_AT_ONCE:
-                time.sleep(OVERBOOKED_PAUSE_S)
+            if len(tried) == TRIES_MAX or tried.count(decision.endpoint_id) == TRIES_AT_ONE_MAX:
+                placement = self._dispatcher.book(self._prompt, decision, self._address)  # a full one is all there is
+            else:
+                placement = self._dispatcher.book_if_free(self._prompt, decision, self._address)
+                tried.append(decision.endpoint_id)
         if last is not None:
             self._record.retries.append(last.reason)
         self.note(placement)

@@ -2,9 +2,17 @@
 
 Owns: which column a name has. A name keeps its column for as long as the segment lives; beyond `columns_max` names a
 new one gets none, and is then counted by each process for itself.
+
+Limits: a process writes its own count first and looks at the others' then, so of several that reach for the last
+place each sees whoever wrote before it, and they never keep too many. Whoever finds too many asks again under the
+lock, and lets go there or not at all. So refusals come one after another, and the last that is refused saw only
+counts that stay: they never keep too few. No reader needs to know which counts are undecided, a process that is
+killed leaves no more than its row, and a lock not gained in time (segment.py) may cost a place, never give one away.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +20,8 @@ import numpy.typing as npt
 from gateway.shared.segment import Segment, TableLayout, key_of
 from worker.protocol.logs import get_logger
 
+# Read so often at most until two readings in a row are the same.
+READINGS_MAX = 8
 _log = get_logger(__name__)
 
 
@@ -53,6 +63,35 @@ class RowTable:
     def add(self, column: int, field: int, amount: int) -> None:
         """Change this process's count."""
         self.words[self.at(column, field) + self.row] += amount
+
+    def add_within(self, column: int, field: int, limit: int) -> bool:
+        """Count one more here, unless that makes more than `limit` over all processes."""
+        words, at = self.words, self.at(column, field)
+        own = at + self.row
+        words[own] += 1
+        # Others may see a write a little later: so near the limit the lock decides, which is a barrier too.
+        if sum(words[at:at + self.num_rows].tolist()) <= limit - self.num_rows:
+            return True
+        with self._segment.locked:
+            if sum(self.settled(words, at)) <= limit:
+                return True
+            words[own] -= 1
+        return False
+
+    def settled(self, cells: memoryview[int] | memoryview[float], at: int) -> Sequence[float]:
+        """All rows from `at` on as they were at one instant: what one gives back and another takes while they are
+        read could be seen twice."""
+        seen = cells[at:at + self.num_rows].tolist()
+        for _ in range(READINGS_MAX):
+            before, seen = seen, cells[at:at + self.num_rows].tolist()
+            if before == seen:
+                break
+        return seen
+
+    @property
+    def locked(self) -> Segment:
+        """See Segment."""
+        return self._segment.locked
 
     def total(self, column: int, field: int) -> int:
         """The sum over all processes."""

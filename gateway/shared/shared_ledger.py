@@ -19,14 +19,12 @@ from gateway.routing.load_ledger import NO_LOAD, Account, LoadLedger, LoadView
 from gateway.shared.row_table import RowTable
 from gateway.shared.segment import ENDPOINT_FIELDS, key_of
 
-EPOCH, FIGURES = 0, 1
+EPOCH, FIGURES = 0, 1  # the first figure is num_inflight
 NUM_FIGURES = len(LoadView._fields)
 # Below this many cells a loop over lists is faster than numpy.
 NUMPY_FROM_CELLS = 32
 # What others had so long ago is as good as now for choosing: workers' own reports are far older.
 OTHERS_FRESH_S = 0.005
-# Others do not book so many requests at one worker within that time.
-INFLIGHT_MARGIN = 64
 _KINDS = tuple(type(value) for value in NO_LOAD)
 
 assert FIGURES + NUM_FIGURES <= ENDPOINT_FIELDS, "a LoadView has more figures than a cell"
@@ -54,6 +52,22 @@ class SharedAccount(Account):
             for figure in self.view():
                 reals[at] = figure
                 at += self._stride
+
+    def claim(self, limit: int) -> bool:
+        """See LoadLedger; as RowTable.add_within(), of the processes that know this life of the worker."""
+        table, own = self._table, self._at
+        assert table is not None, "a claim on a life that is over"
+        reals, at, rows = table.reals, own - table.row, table.num_rows
+        reals[own] = self.num_inflight + 1
+        if sum(reals[at:at + rows].tolist()) <= limit - rows:
+            return True
+        with table.locked:
+            epochs = table.words[table.at(self.column, EPOCH):at].tolist()
+            counts = zip(table.settled(reals, at), epochs, strict=True)
+            if sum(count for count, epoch in counts if epoch == epochs[table.row]) <= limit:
+                return True
+            reals[own] = self.num_inflight
+        return False
 
     def close(self) -> None:
         """The cell is another life's from now on."""
@@ -94,12 +108,13 @@ class SharedLedger(LoadLedger):
                 loads[endpoint_id] = _plus(own, others)
         return loads
 
-    def is_over(self, endpoint_id: str, limit: int) -> bool:
-        """Whether more than `limit` requests are under way there now."""
-        account, others = self._accounts.get(endpoint_id), self._others.get(endpoint_id, NO_LOAD)
-        if account is None or account.num_inflight + others.num_inflight + INFLIGHT_MARGIN <= limit:
-            return False
-        return self.load(endpoint_id).num_inflight > limit
+    def claim(self, endpoint_id: str, epoch: str, limit: int) -> bool:
+        """See LoadLedger."""
+        account = self.begin(endpoint_id, epoch)
+        if not isinstance(account, SharedAccount) or account.claim(limit):
+            return True
+        self._looked_at = -math.inf  # what loads() knew was too old
+        return False
 
     def _open(self, endpoint_id: str, epoch: str) -> Account:
         self._others.pop(endpoint_id, None)

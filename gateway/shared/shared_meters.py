@@ -33,7 +33,7 @@ class Meter(Protocol):
 class SharedMeter:
     """One tenant's meter. Instants are time.monotonic(), which all processes of a machine share.
 
-    Requests inside are counted before they are checked, so that no lock is needed below the limit. What a process
+    No lock is needed far below the limit of requests inside (row_table.py). What a process
     takes from a large bucket it takes in small advances (1 / ADVANCE_SHARE of what is there): then most requests need
     no lock either, and what is advanced to one process and refused to another is at most that share of each process.
     """
@@ -59,14 +59,11 @@ class SharedMeter:
     def enter(self, now: float) -> OverLimit | None:
         """See TenantMeter."""
         table, column = self._table, self._column
-        table.add(column, INSIDE, 1)
-        has_room = self._max_concurrent is None or table.total(column, INSIDE) <= self._max_concurrent
-        if has_room and self._is_advanced():
+        if self._is_advanced() and self._has_entered():
             if self._has_requests:
                 self._requests_ahead -= 1.0
             return None
-        table.add(column, INSIDE, -1)
-        with self._alone(now) as meter:
+        with self._alone(now) as meter:  # the rest of its limits as well
             if (over := meter.enter(now)) is None:
                 table.add(column, INSIDE, 1)
         return over
@@ -95,6 +92,12 @@ class SharedMeter:
             return
         with self._alone(now) as meter:
             meter.take_output(num_tokens, now)
+
+    def _has_entered(self) -> bool:
+        if self._max_concurrent is not None:
+            return self._table.add_within(self._column, INSIDE, self._max_concurrent)
+        self._table.add(self._column, INSIDE, 1)
+        return True
 
     def _is_advanced(self) -> bool:
         return not self._has_budget and (not self._has_requests or self._requests_ahead >= 1.0) and (

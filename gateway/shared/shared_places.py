@@ -1,7 +1,7 @@
 """Places at the workers of one model over all processes of a gateway.
 
-Owns: this process's counts in its row. A place is taken before it is checked: two processes that reach for the last
-one may both let go, and look again, but never both keep it. No lock is needed for that.
+Owns: this process's counts in its row. Of processes that reach for the last place at once exactly one gets it
+(row_table.py).
 Turns: a free place goes to a process by lot, in proportion to what waits there, since each process has a queue of its
 own and none can see who is first in the others.
 """
@@ -24,10 +24,7 @@ class SharedPlaces(Places):
 
     def take(self, limit: int) -> bool:
         """See Places."""
-        table, column = self._table, self._column
-        table.add(column, HOLDING, 1)
-        if table.total(column, HOLDING) > limit:
-            table.add(column, HOLDING, -1)
+        if not self._table.add_within(self._column, HOLDING, limit):
             return False
         self.num_holding += 1
         return True

@@ -257,16 +257,14 @@ async def test_killing_one_breaks_its_connections_alone_and_leaves_nothing_count
     await fresh.until_inside(gates, LIMIT)
     assert (await fresh.group.chat("one too many", key=LIMITED)).status == 429
 
-    victim = fresh.group.pids()[0]
-    os.kill(victim, signal.SIGKILL)
-    await fresh.group.until_logged("process_ended", 1 + len(fresh.group.lines("process_ended")))
-    await fresh.group.until_serving(PROCESSES)
-    assert victim not in fresh.group.pids()
-
-    async def broken() -> int:
-        return sum(stream.done() for stream in streams)
-
-    num_broken = await fresh.group.until(broken, "the streams of the killed process have ended")
+    num_broken = 0
+    for victim in fresh.group.pids():  # the kernel may have given the first one no stream: 1 of 18 times
+        os.kill(victim, signal.SIGKILL)
+        await fresh.group.until_logged("process_ended", 1 + len(fresh.group.lines("process_ended")))
+        await fresh.group.until_serving(PROCESSES)
+        assert victim not in fresh.group.pids()
+        if (num_broken := sum(stream.done() for stream in streams)):
+            break
     await fresh.until_inside(gates, LIMIT - num_broken)
     assert sum(row["inflight"] for row in await fresh.group.workers()) == LIMIT - num_broken
     again = [asyncio.create_task(fresh.group.chat(f"{number} asks", key=LIMITED)) for number in range(20)]
