@@ -36,7 +36,7 @@ from gateway.server.reading import Given, Intake, Plan, Reading
 from gateway.server.replies import learn_from_stream
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, tell_routing
+from gateway.server.whole_answer import JSON_TYPE, answer_began, answer_ended, is_event_stream, tell_routing
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 
@@ -238,7 +238,7 @@ class Passenger:
         exchange = self.exchange
         assert exchange is not None, "news of what was never sent"
         body = exchange.whole()
-        if body and exchange.status == 200 and not exchange.headers.get("content-type", "").startswith(EVENT_STREAM):
+        if body and exchange.status == 200 and not is_event_stream(exchange.headers.get("content-type", "")):
             exchange.on_news, self._answer = None, body
             self._express.arrived(self)
         elif exchange.has_body_or_end and not self._stream_begins(exchange):

@@ -14,7 +14,7 @@ from gateway.relay.shortcut import Shortcut, SoFar
 from gateway.relay.sse import StreamTail
 from gateway.relay.transcript import Transcript
 from gateway.server.raw_response import ChunkSender
-from gateway.server.whole_answer import EVENT_STREAM
+from gateway.server.whole_answer import is_event_stream
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import TOKEN_IDS_HEADER
 
@@ -53,7 +53,7 @@ class LaneStream:
 def begin_stream(exchange: Exchange, begin: Begin) -> LaneStream | None:
     """A stream whose first events have come whole, on its way to the client; None: nothing was sent."""
     chunk, headers = exchange.stream_began(), exchange.headers
-    if chunk is None or exchange.status != 200 or not headers.get("content-type", "").startswith(EVENT_STREAM):
+    if chunk is None or exchange.status != 200 or not is_event_stream(headers.get("content-type", "")):
         return None
     transcript, tail, now = Transcript() if TOKEN_IDS_HEADER in headers else None, StreamTail(), time.monotonic()
     passing = chunk if transcript is None else transcript.passing_whole(chunk)

@@ -76,7 +76,7 @@ from gateway.server.replies import Learn, learn_from_stream
 from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from gateway.server.whole_answer import EVENT_STREAM, JSON_TYPE, answer_began, answer_ended, tell_routing
+from gateway.server.whole_answer import JSON_TYPE, answer_began, answer_ended, is_event_stream, tell_routing
 from worker.prompt.foreign_api import ForeignApi
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
@@ -306,7 +306,7 @@ class Generate:
         headers = {"Content-Type": content_type, **answering.headers}
         if self._config.expose_routing:
             tell_routing(headers, taken.placement)
-        if response.status == 200 and content_type.startswith(EVENT_STREAM):
+        if response.status == 200 and is_event_stream(content_type):
             return await self._stream(request, intake, replace(answering, headers=headers), taken)
         return await self._whole(request, taken, answering, headers, learn=intake.learn)
 

@@ -114,10 +114,12 @@ class Routes:
         return {REQUEST_ID_HEADER: request_id_of(request), **self.cors_headers(request.headers)}
 
     def cors_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """What a browser's page needs, to be allowed to read the answer."""
+        """What a browser's page needs, to be allowed to read the answer, and what a cache between must know."""
+        if not self._cors_origins:
+            return {}
         origin = headers.get("Origin")
         if origin is None or (origin not in self._cors_origins and "*" not in self._cors_origins):
-            return {}
+            return {"Vary": "Origin"}
         return {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
                 "Access-Control-Expose-Headers": "x-request-id, x-headstart-worker, x-headstart-matched-tokens"}
 

@@ -154,7 +154,7 @@ class ChunkSender:
         self._is_chunked = headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
         self._has_begun = bool(last)
         self.last = last
-        is_events = headers.get(hdrs.CONTENT_TYPE, "").startswith("text/event-stream")
+        is_events = headers.get(hdrs.CONTENT_TYPE, "").lower().startswith("text/event-stream")
         if is_events and isinstance(protocol, GuardedConnection):
             protocol.probe_stream = self._probe
 

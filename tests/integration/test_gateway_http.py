@@ -269,6 +269,7 @@ async def test_cors_for_configured_origins_only() -> None:
             for method, path in (("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", CHAT)):
                 answer = await gateway.send(method, path, headers={"Origin": origin})
                 assert ("access-control-allow-origin" in answer.headers) is allowed, "errors can be read as well"
+                assert answer.headers["vary"] == "Origin", "or a cache gives one origin's answer to the other"
         for wanted, granted in (("authorization, x-stainless-lang,x-more", True), ("a b", False), ("", False)):
             answer = await gateway.send("OPTIONS", CHAT, headers={
                 "Origin": "https://app.example", "Access-Control-Request-Headers": wanted})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.ended_streams import said_all
+from tests.support.ended_streams import end_without_done_in_capitals, said_all
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
     Behaviour,
@@ -79,6 +79,9 @@ CASES = [
            absent=(b"event: error", b"HTTP/1.1", b"internal_error"),
            metrics={'headstart_broken_streams_total{reason="worker_failed"}': 0, SERVED: 1})
       for how in ("closes", "hangs") for told in (False, True)),
+    Case("a stream by another spelling, without [DONE]", [end_without_done_in_capitals], 200, stream=True,
+         text=(b"Hello", b"event: error", b"worker_failed"), absent=(b"data: [DONE]",),
+         metrics={'headstart_broken_streams_total{reason="worker_failed"}': 1}),
     Case("silent for a while: comments keep the connection", [pause(0.3)], 200, stream=True,
          text=(b"\n\n: keep-alive\n\ndata:", b"data: [DONE]"), absent=(b"event: error",)),
     Case("silent inside an event: no comment may tear it", [pause(0.3, torn=True)], 200, stream=True,

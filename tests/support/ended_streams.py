@@ -26,3 +26,11 @@ def said_all(*, told: bool, hangs: bool = False) -> Behaviour:
         raise ConnectionResetError("died")
 
     return behave
+
+
+async def end_without_done_in_capitals(stub: StubWorker, request: web.Request, seen: Seen) -> web.StreamResponse:
+    """A stream that names its media type in another case, and ends without [DONE]."""
+    response = await open_stream(request, {"Content-Type": "Text/Event-Stream; charset=utf-8"})
+    await response.write(events_of(seen)[0])
+    await response.write_eof()
+    return response
