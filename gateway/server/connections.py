@@ -104,7 +104,7 @@ class GuardedConnection(PrivateConnection):
         self._stop()
         if self._half_closed is not None:
             self._half_closed.stop()
-        self._half_closed = self.probe_stream = None  # each holds this connection
+        self._half_closed = self.probe_stream = self._body = None  # each holds this connection
         if not self._refused:
             super().connection_lost(exc)
 
