@@ -17,7 +17,7 @@ async def test_what_is_not_http_is_refused_and_never_logged(name: str, pause_s: 
                                                             capfd: pytest.CaptureFixture[str]) -> None:
     caplog.set_level(logging.DEBUG)
     async with running_gateway("http://127.0.0.1:9") as gateway:
-        check_refused(await send_raw(gateway.gateway.port, NOT_HTTP[name], pause_s=pause_s))
+        check_refused(await send_raw(gateway.gateway.port, NOT_HTTP[name], pause_s=pause_s), name)
     log = caplog.text + "".join(capfd.readouterr())
     assert CANARY.decode() not in log
     assert "Error handling request" not in log

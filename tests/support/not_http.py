@@ -18,6 +18,7 @@ _GZIP, _DEFLATE_CODED = (b"Connection: close\r\nContent-Encoding: " + coding + b
                          for coding in (b"gzip", b"deflate"))
 ANSWER_S = 20.0
 
+TOO_LONG = "a header too long"
 NOT_HTTP = {
     "a chunked body without chunks": _HEAD + _CHUNKED + _BODY,
     "a chunk size below its data": _HEAD + _CHUNKED + b"5\r\n" + _BODY + b"\r\n0\r\n\r\n",
@@ -31,7 +32,7 @@ NOT_HTTP = {
     "a length in words": _HEAD + b"Content-Length: " + CANARY + b"\r\n\r\n" + _BODY,
     "a length and chunks": _HEAD + b"Content-Length: 5\r\n" + _CHUNKED + _BODY,
     "two lengths": _HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + _BODY,
-    "a header too long": _HEAD + b"X-Long: " + CANARY * 2000 + b"\r\n\r\n",
+    TOO_LONG: _HEAD + b"X-Long: " + CANARY * 2000 + b"\r\n\r\n",
     "an unknown method": b"BREW /" + CANARY + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "no path": b"GET http://[" + CANARY + b" HTTP/1.1\r\nHost: x\r\n\r\n",
 }
@@ -73,11 +74,13 @@ async def send_raw(port: int, request: bytes, *, pause_s: float = 0.0, pause_at:
     return RawAnswer(head.partition(b"\r\n")[0], head, body)
 
 
-def check_refused(answer: RawAnswer) -> None:
-    """400 with the OpenAI error object, alone and in words that quote nothing."""
-    assert answer.status_line == b"HTTP/1.1 400 Bad Request"
+def check_refused(answer: RawAnswer, name: str = "") -> None:
+    """400, or 431 for what is too long, with the OpenAI error object, alone and in words that quote nothing."""
+    is_long = name == TOO_LONG
+    assert answer.status_line.startswith(b"HTTP/1.1 431 " if is_long else b"HTTP/1.1 400 Bad Request")
     error = orjson.loads(answer.body)["error"]
-    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_request", None)
+    code = "head_too_large" if is_long else "invalid_request"
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, None)
     assert CANARY not in answer.head + answer.body
     assert b"content-type: application/json" in answer.head.lower()
     assert b"x-request-id: " in answer.head.lower()

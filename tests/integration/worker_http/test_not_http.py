@@ -23,7 +23,7 @@ def talkative(tiny_model: Path) -> Iterator[Child]:
 @pytest.mark.parametrize("pause_s", [0.0, 0.05], ids=["at once", "body later"])
 @pytest.mark.parametrize("name", NOT_HTTP)
 async def test_what_is_not_http_is_refused_and_never_logged(talkative: Child, name: str, pause_s: float) -> None:
-    check_refused(await send_raw(port_of(talkative), NOT_HTTP[name], pause_s=pause_s))
+    check_refused(await send_raw(port_of(talkative), NOT_HTTP[name], pause_s=pause_s), name)
     log = talkative.log_tail(LOG_CHARS)
     assert "not_http" in log
     assert CANARY.decode() not in log
