@@ -265,6 +265,7 @@ async def test_killing_one_breaks_its_connections_alone_and_leaves_nothing_count
         assert victim not in fresh.group.pids()
         if (num_broken := sum(stream.done() for stream in streams)):
             break
+    assert num_broken > 0, "nobody's stream broke, whoever was killed"
     await fresh.until_inside(gates, LIMIT - num_broken)
     assert sum(row["inflight"] for row in await fresh.group.workers()) == LIMIT - num_broken
     again = [asyncio.create_task(fresh.group.chat(f"{number} asks", key=LIMITED)) for number in range(20)]
