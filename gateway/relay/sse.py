@@ -14,6 +14,7 @@ from msgspec import Struct
 
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 TAIL_LIMIT_BYTES = 64 * 1024
+_EVENT_STREAM = "text/event-stream"
 _USUAL_END = b"data: [DONE]\n\n"
 _USAGE = b'"usage"'
 _BORDERS = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -112,6 +113,11 @@ def body_usage(body: bytes) -> Usage | None:
     details = usage.prompt_tokens_details
     cached = None if details is None else details.cached_tokens
     return Usage(usage.prompt_tokens, usage.completion_tokens or 0, cached)
+
+
+def is_event_stream(content_type: str) -> bool:
+    """Whether a Content-Type is that of an SSE stream; its name is in any case of letters (RFC 9110, 8.3.1)."""
+    return content_type.partition(";")[0].strip().lower() == _EVENT_STREAM
 
 
 def error_event(body: bytes) -> bytes:

@@ -21,7 +21,7 @@ from gateway.knowledge.endpoint_table import Endpoint
 from gateway.relay.connection import Exchange
 from gateway.relay.connection_pool import PooledUpstream
 from gateway.relay.retry import LOST_LOOK_S, AttemptFailed
-from gateway.relay.sse import error_event
+from gateway.relay.sse import error_event, is_event_stream
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
@@ -36,7 +36,7 @@ from gateway.server.reading import Given, Intake, Plan, Reading
 from gateway.server.replies import learn_from_stream
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from gateway.server.whole_answer import JSON_TYPE, answer_began, answer_ended, is_event_stream, tell_routing
+from gateway.server.whole_answer import JSON_TYPE, answer_began, answer_ended, tell_routing
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from gateway.relay.connection import Exchange
 from gateway.relay.relay import StreamEnd
 from gateway.relay.shortcut import Shortcut, SoFar
-from gateway.relay.sse import StreamTail
+from gateway.relay.sse import StreamTail, is_event_stream
 from gateway.relay.transcript import Transcript
 from gateway.server.raw_response import ChunkSender
-from gateway.server.whole_answer import is_event_stream
 from worker.protocol.api_error import ApiError
 from worker.protocol.internal_request import TOKEN_IDS_HEADER
 

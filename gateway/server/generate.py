@@ -35,6 +35,7 @@ from gateway.relay.relay import (
 )
 from gateway.relay.retry import AttemptFailed, FirstAnswer, Refusal, Walk
 from gateway.relay.shortcut import SendNow, SoFar
+from gateway.relay.sse import is_event_stream
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import UpstreamFailure, UpstreamRequest
 from gateway.server.addressing import ChoiceToResume, passed_on_headers, upstream_request
@@ -76,7 +77,7 @@ from gateway.server.replies import Learn, learn_from_stream
 from gateway.server.request_log import RequestLog
 from gateway.server.request_record import RequestRecord
 from gateway.server.state import GatewayState
-from gateway.server.whole_answer import JSON_TYPE, answer_began, answer_ended, is_event_stream, tell_routing
+from gateway.server.whole_answer import JSON_TYPE, answer_began, answer_ended, tell_routing
 from worker.prompt.foreign_api import ForeignApi
 from worker.protocol.api_error import ApiError
 from worker.protocol.logs import get_logger

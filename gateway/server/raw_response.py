@@ -18,6 +18,7 @@ from aiohttp.http import HttpVersion11
 from aiohttp.web_request import BaseRequest
 
 from gateway.relay.http_head import head_bytes
+from gateway.relay.sse import is_event_stream
 from gateway.server.connections import GuardedConnection
 
 PROBE_COMMENT = b":\n\n"
@@ -154,7 +155,7 @@ class ChunkSender:
         self._is_chunked = headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
         self._has_begun = bool(last)
         self.last = last
-        is_events = headers.get(hdrs.CONTENT_TYPE, "").lower().startswith("text/event-stream")
+        is_events = is_event_stream(headers.get(hdrs.CONTENT_TYPE, ""))
         if is_events and isinstance(protocol, GuardedConnection):
             protocol.probe_stream = self._probe
 

@@ -18,14 +18,8 @@ from worker.protocol.internal_request import CACHED_TOKENS_HEADER
 from worker.protocol.told_tokens import told_behind
 
 JSON_TYPE = "application/json"
-_EVENT_STREAM = "text/event-stream"
 WORKER_HEADER = "x-headstart-worker"
 MATCHED_TOKENS_HEADER = "x-headstart-matched-tokens"
-
-
-def is_event_stream(content_type: str) -> bool:
-    """Whether a worker's answer is a stream of events; in any case of letters (RFC 9110, 8.3.1)."""
-    return content_type[:len(_EVENT_STREAM)].lower() == _EVENT_STREAM
 
 
 def answer_began(record: RequestRecord, placement: Placement, response: UpstreamResponse) -> None:
