@@ -15,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from urllib.parse import urlsplit
-
-from zmq.asyncio import Context, Socket
-from zmq.constants import SocketOption, SocketType
 
 from gateway.knowledge.endpoint_table import FeedStatus
 from gateway.knowledge.engines.headstart import (
@@ -29,15 +27,17 @@ from gateway.knowledge.engines.headstart import (
     WorkerNotUnderstood,
     WorkerUnreachable,
 )
+from gateway.knowledge.event_socket import EventSocket, EventSocketLost
 from gateway.knowledge.feed_sequence import FeedSequence, Verdict
 from gateway.knowledge.index_writer import TURN_S, IndexWriter, NumberedBatch
-from gateway.knowledge.live_socket import LiveSocket, LiveSocketLost
+from gateway.knowledge.zmtp import Peer, dealer, subscriber
 from worker.protocol.block_hash import HashScheme
 from worker.protocol.cache_events import (
     BlockRemoved,
     CacheEventError,
     EventBatch,
     ReplayEnd,
+    ReplayItem,
     decode_batch,
     encode_replay_request,
     parse_live_message,
@@ -79,15 +79,16 @@ class EventFeed:
         self._quiet_check_s = quiet_check_s
         self._sequence = FeedSequence(None, 0)
         self._is_believed = False  # whether the index may hold anything by this feed
+        self._is_known = False     # whether the replay under way has shown that it is of whom we follow
 
-    async def run(self, context: Context) -> None:
+    async def run(self) -> None:
         """Follow, and start over when broken, with growing pauses."""
         pause_s = FIRST_RETRY_S
         while True:
             began_at = time.monotonic()
             try:
-                await self._follow(context)
-            except (FeedBroken, LiveSocketLost, WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
+                await self._follow()
+            except (FeedBroken, EventSocketLost, WorkerUnreachable, WorkerNotReady, WorkerNotUnderstood) as why:
                 self._status.detail = str(why)
                 _log.info("event_feed_broken", worker=self._endpoint_id, reason=str(why))
             except Exception as error:
@@ -108,16 +109,12 @@ class EventFeed:
             self._is_believed = False
             await self._writer.forget(self._endpoint_id)
 
-    async def _follow(self, context: Context) -> None:
-        try:
-            opened = await LiveSocket.open(self._live_address, self._topic.encode(), CONNECT_TIMEOUT_S)
-        except TimeoutError as late:
-            raise FeedBroken(f"no event socket answers at {self._live_address}; "
-                             "is --events-host reachable from the gateway?") from late
-        with contextlib.closing(opened) as live, _opened(context.socket(SocketType.DEALER)) as dealer:
-            dealer.connect(self._replay_address)
+    async def _follow(self) -> None:
+        topic = self._topic.encode()
+        with (contextlib.closing(await _connected(self._live_address, partial(subscriber, topic))) as live,
+              contextlib.closing(await _connected(self._replay_address, dealer)) as replay):
             await self._resync()
-            await _first_of(self._consume(live, dealer), live.lost())
+            await _first_of(self._consume(live, replay), live.lost(), replay.lost())
 
     async def _resync(self) -> None:
         """Replace what the index believes by the worker's snapshot; batches from its barrier on follow."""
@@ -132,16 +129,16 @@ class EventFeed:
         self._sequence = FeedSequence(header.epoch, header.barrier_seq)
         self._status.num_resyncs += 1
 
-    async def _consume(self, live: LiveSocket, dealer: Socket) -> None:
+    async def _consume(self, live: EventSocket, replay: EventSocket) -> None:
         # What was published between the snapshot and the moment our subscription took effect is in the replay.
-        await self._replay(dealer)
+        await self._replay(replay)
         live.take_alone = self._take_alone
         while True:
             messages = await live.receive(BATCHES_PER_TURN, self._quiet_check_s)
             if messages:
-                await self._take(messages, dealer)
+                await self._take(messages, replay)
             else:
-                await self._check_quiet(dealer)
+                await self._check_quiet(replay)
 
     def _take_alone(self, frames: list[bytes]) -> bool:
         """_take() of one message without a turn of its own, if nothing about it needs one."""
@@ -156,7 +153,7 @@ class EventFeed:
         self._applied(ready)
         return True
 
-    async def _take(self, messages: Sequence[list[bytes]], dealer: Socket) -> None:
+    async def _take(self, messages: Sequence[list[bytes]], replay: EventSocket) -> None:
         """Apply the messages that come next, in one change; replay in front of the first that does not."""
         ready: list[NumberedBatch] = []
         turn_ends_at = time.perf_counter() + TURN_S
@@ -171,7 +168,7 @@ class EventFeed:
                 self._status.num_gaps += 1
                 await self._apply(ready)
                 ready = []
-                await self._replay(dealer)
+                await self._replay(replay)
                 verdict = self._sequence.judge(seq, batch.epoch)
             if verdict is Verdict.NEXT:
                 self._sequence.applied(seq)
@@ -194,58 +191,64 @@ class EventFeed:
         self._status.num_evicted_blocks += _num_removed(batches)
         self._status.lag_s = max(0.0, time.time() - batches[-1].batch.ts)
 
-    async def _check_quiet(self, dealer: Socket) -> None:
+    async def _check_quiet(self, replay: EventSocket) -> None:
         before = self._sequence.next_seq
-        await self._replay(dealer)
+        await self._replay(replay)
         if self._sequence.next_seq != before:
             self._status.num_gaps += 1  # the live socket never told us of these
 
-    async def _replay(self, dealer: Socket) -> None:
-        """Apply everything from the next number on; a new snapshot when the worker no longer has it."""
+    async def _replay(self, replay: EventSocket) -> None:
+        """Apply everything from the next number on; a new snapshot when the worker no longer has it.
+
+        To the end, always: what is left on the socket would answer the next request.
+        """
         self._status.num_replays += 1
         batches: list[NumberedBatch] = []
         sequence = self._sequence
-        is_known = sequence.last_seq is None
-        async with contextlib.aclosing(self._replayed(dealer, sequence.last_seq or 0)) as replayed:
-            async for seq, payload in replayed:
-                batch = self._decode_replayed(payload)
-                if sequence.is_last(seq, batch.epoch):
-                    is_known = True
-                    continue
-                verdict = self._sequence.judge(seq, batch.epoch)
-                if verdict is Verdict.GAP:
-                    await self._resync()  # what we miss has left the worker's ring; later ones may still follow
-                    is_known = True
-                    batches.clear()
-                    verdict = self._sequence.judge(seq, batch.epoch)
-                if verdict in (Verdict.RESTART, Verdict.GAP):
-                    raise FeedBroken("the replay does not fit the snapshot: the worker began another life")
-                if verdict is Verdict.NEXT:
-                    self._sequence.applied(seq)
-                    batches.append(NumberedBatch(seq, batch))
-        if not is_known:
+        self._is_known = sequence.last_seq is None
+        replay.send(encode_replay_request(sequence.last_seq or 0))
+        num_replies, has_ended = 0, False
+        while not has_ended:
+            messages = await replay.receive(BATCHES_PER_TURN, REPLAY_IDLE_S)
+            num_replies += len(messages)
+            if not messages:
+                raise FeedBroken(f"no replay from {self._replay_address}")
+            if num_replies > MAX_REPLAY_BATCHES:
+                raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
+            for frames in messages:
+                reply = self._parse_reply(frames)
+                if has_ended := isinstance(reply, ReplayEnd):
+                    break
+                await self._judge_replayed(reply, batches)
+        if not self._is_known:
             raise FeedBroken("it cannot repeat its own last batch: the worker began another life")
         await self._apply(batches)
         self._status.in_sequence = True
         self._status.detail = ""
 
-    async def _replayed(self, dealer: Socket, start_seq: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """To the end, always: what is left on the socket would answer the next request."""
-        await dealer.send_multipart(encode_replay_request(start_seq))
-        for _ in range(MAX_REPLAY_BATCHES):
-            try:
-                async with asyncio.timeout(REPLAY_IDLE_S):
-                    frames = await dealer.recv_multipart()
-            except TimeoutError as late:
-                raise FeedBroken(f"no replay from {self._replay_address}") from late
-            try:
-                reply = parse_replay_reply(frames)
-            except CacheEventError as error:
-                raise self._unreadable("a replayed batch", error) from error
-            if isinstance(reply, ReplayEnd):
-                return
-            yield reply.seq, reply.payload
-        raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
+    async def _judge_replayed(self, reply: ReplayItem, batches: list[NumberedBatch]) -> None:
+        """Into `batches`, if it is the next one."""
+        seq, batch = reply.seq, self._decode_replayed(reply.payload)
+        if self._sequence.is_last(seq, batch.epoch):
+            self._is_known = True
+            return
+        verdict = self._sequence.judge(seq, batch.epoch)
+        if verdict is Verdict.GAP:
+            await self._resync()  # what we miss has left the worker's ring; later ones may still follow
+            self._is_known = True
+            batches.clear()
+            verdict = self._sequence.judge(seq, batch.epoch)
+        if verdict in (Verdict.RESTART, Verdict.GAP):
+            raise FeedBroken("the replay does not fit the snapshot: the worker began another life")
+        if verdict is Verdict.NEXT:
+            self._sequence.applied(seq)
+            batches.append(NumberedBatch(seq, batch))
+
+    def _parse_reply(self, frames: list[bytes]) -> ReplayItem | ReplayEnd:
+        try:
+            return parse_replay_reply(frames)
+        except CacheEventError as error:
+            raise self._unreadable("a replayed batch", error) from error
 
     def _decode(self, frames: list[bytes]) -> tuple[int, EventBatch]:
         try:
@@ -278,14 +281,12 @@ def reachable_address(address: str, worker_url: str) -> str:
     return f"tcp://[{worker_host}]:{port}" if ":" in worker_host else f"tcp://{worker_host}:{port}"
 
 
-@contextlib.contextmanager
-def _opened(socket: Socket) -> Iterator[Socket]:
-    socket.setsockopt(SocketOption.LINGER, 0)
-    socket.setsockopt(SocketOption.IPV6, 1)
+async def _connected(address: str, new_peer: Callable[[], Peer]) -> EventSocket:
     try:
-        yield socket
-    finally:
-        socket.close(0)
+        return await EventSocket.connected(address, new_peer, CONNECT_TIMEOUT_S)
+    except TimeoutError as late:
+        raise FeedBroken(f"no event socket answers at {address}; "
+                         "is --events-host reachable from the gateway?") from late
 
 
 async def _first_of(*watchers: Coroutine[None, None, None]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
-from zmq.asyncio import Context
 
 from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
@@ -111,7 +110,6 @@ class WorkerPoll:
         self._inbox: asyncio.Queue[_Note] = asyncio.Queue(MAX_QUEUED_OBSERVATIONS)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
-        self._context = Context()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -167,7 +165,6 @@ class WorkerPoll:
     async def aclose(self) -> None:
         """Stop everything and close the event sockets."""
         await _cancel_all([*self._tasks, *self._watches.values(), *self._feeds.values()])
-        self._context.destroy(linger=0)
 
     async def _watch(self, adapter: HeadstartWorker) -> None:
         failures = 0
@@ -294,7 +291,7 @@ class WorkerPoll:
         feed = EventFeed(self._adapters[endpoint.endpoint_id], sockets, scheme=scheme, writer=self._writer,
                          status=endpoint.feed,
                          quiet_check_s=max(QUIET_CHECK_S, QUIET_CHECK_COST_S * len(self._adapters)))
-        self._feeds[endpoint.endpoint_id] = asyncio.create_task(feed.run(self._context),
+        self._feeds[endpoint.endpoint_id] = asyncio.create_task(feed.run(),
                                                                 name=f"feed-{endpoint.endpoint_id}")
 
 

@@ -1,10 +1,12 @@
-"""ZMTP 3.0, what ZeroMQ's sockets speak over a connection, as far as a subscriber needs it (sans-I/O).
+"""ZMTP 3.0, what ZeroMQ's sockets speak over a connection, as far as one who connects needs it (sans-I/O).
 
-Owns: bytes from a publisher in, whole messages and bytes for it out. NULL is the only mechanism, as with the event
+Owns: bytes from the other side in, whole messages and bytes for it out. NULL is the only mechanism, as with the event
 sockets of every engine. Must never: hold more than MESSAGE_MAX_BYTES, and a read, of what is not whole.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 FRAMES_MAX = 16
 MESSAGE_MAX_BYTES = 64 << 20
@@ -12,7 +14,6 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
 _MECHANISM = b"NULL".ljust(20, b"\0")
 _SHORT_MAX = 255
-_PUBLISHERS = (b"PUB", b"XPUB")
 _READY, _ERROR, _PING, _PONG = b"\x05READY", b"\x05ERROR", b"\x04PING", b"\x04PONG"
 _TTL_BYTES, _CONTEXT_MAX_BYTES = 2, 16
 
@@ -20,7 +21,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + _MECHANISM + bytes(32)
 
 
 class ZmtpError(Exception):
-    """This is no publisher, or it breaks the protocol; the message says how."""
+    """This is not the kind of socket that we need, or it breaks the protocol; the message says how."""
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -37,12 +38,23 @@ def ready(socket_type: bytes) -> bytes:
     return frame(b"%b%c%b%b%b" % (_READY, len(name), name, size, socket_type), _COMMAND)
 
 
-class Subscriber:
-    """One connection, from its first byte on: send GREETING, then whatever taken_output() gives after feed()."""
+def encode_message(frames: Sequence[bytes]) -> bytes:
+    """A message on the wire."""
+    *front, last = frames
+    return b"".join([*(frame(part, _MORE) for part in front), frame(last)])
 
-    def __init__(self, topic: bytes) -> None:
-        self.is_ready = False   # the publisher has told that it is one, and has been asked for the topic
-        self._topic = topic
+
+class Peer:
+    """One connection, from its first byte on: send GREETING, then whatever taken_output() gives after feed().
+
+    We are a socket of `kind`, the other side has to be one of `others`; `first_words` are for it once it is.
+    """
+
+    def __init__(self, kind: bytes, others: Sequence[bytes], first_words: bytes = b"") -> None:
+        self.is_ready = False   # the other side has told that it is what we need, and has been given the first words
+        self._kind = kind
+        self._others = others
+        self._first_words = first_words
         self._is_greeted = False
         self._output = b""
         self._held: list[bytes] = []    # what has come of a frame that is not whole
@@ -85,7 +97,7 @@ class Subscriber:
         if data[12:32] != _MECHANISM:
             raise ZmtpError(f"its mechanism is {data[12:32].rstrip(bytes(1))!r}, where NULL is needed")
         self._is_greeted = True
-        self._output += ready(b"SUB")
+        self._output += ready(self._kind)
         return _GREETING_BYTES
 
     def _read_frames(self, data: bytes, at: int, messages: list[list[bytes]]) -> int:
@@ -126,7 +138,7 @@ class Subscriber:
             self._check_type(_properties(command[len(_READY):]).get(b"socket-type", b""))
             if not self.is_ready:
                 self.is_ready = True
-                self._output += frame(b"\x01" + self._topic)
+                self._output += self._first_words
         elif command.startswith(_ERROR):
             raise ZmtpError(f"it refuses: {command[len(_ERROR) + 1:].decode('ascii', 'replace')}")
         elif command.startswith(_PING):
@@ -134,8 +146,19 @@ class Subscriber:
             self._output += frame(_PONG + context[:_CONTEXT_MAX_BYTES], _COMMAND)
 
     def _check_type(self, socket_type: bytes) -> None:
-        if socket_type not in _PUBLISHERS:
-            raise ZmtpError(f"its socket is a {socket_type.decode('ascii', 'replace') or 'nameless one'}, no PUB")
+        if socket_type not in self._others:
+            raise ZmtpError(f"its socket is a {socket_type.decode('ascii', 'replace') or 'nameless one'}, "
+                            f"no {self._others[0].decode()}")
+
+
+def subscriber(topic: bytes) -> Peer:
+    """Who hears what is published about `topic`."""
+    return Peer(b"SUB", (b"PUB", b"XPUB"), frame(b"\x01" + topic))
+
+
+def dealer() -> Peer:
+    """Who asks a router, with encode_message(), and hears its answers."""
+    return Peer(b"DEALER", (b"ROUTER",))
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""A subscriber's half of ZMTP against a plain encoder: the same messages however the bytes are cut."""
+"""Our half of ZMTP against a plain encoder: the same messages however the bytes are cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.knowledge import zmtp
-from gateway.knowledge.zmtp import FRAMES_MAX, GREETING, Subscriber, ZmtpError
+from gateway.knowledge.zmtp import FRAMES_MAX, GREETING, Peer, ZmtpError, dealer, encode_message, subscriber
 
 PUB_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL" + bytes(16 + 32)
 PUB_READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
@@ -42,23 +42,36 @@ def test_the_same_messages_however_the_bytes_are_cut(messages: list[list[bytes]]
                                                      long: bool) -> None:
     wire = PUB_GREETING + PUB_READY + on_the_wire(messages, long=long)
     for pieces in (cut(wire, places), cut(wire, range(len(wire))), [wire]):
-        subscriber, seen, said = Subscriber(b"topic"), [], b""
+        peer, seen, said = subscriber(b"topic"), [], b""
         for piece in pieces:
-            seen += subscriber.feed(piece)
-            said += subscriber.taken_output()
+            seen += peer.feed(piece)
+            said += peer.taken_output()
         assert seen == messages
         assert said == b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB" + b"\0\x06\x01topic"
-        assert subscriber.is_ready
+        assert peer.is_ready
+
+
+@given(MESSAGES)
+def test_what_a_dealer_sends_is_what_a_router_reads(messages: list[list[bytes]]) -> None:
+    assert b"".join(map(encode_message, messages)) == on_the_wire(messages)
+    router, ours = Peer(b"ROUTER", (b"DEALER",)), dealer()
+    router.feed(GREETING)
+    ours.feed(GREETING)
+    assert router.feed(ours.taken_output()) == []
+    assert ours.feed(router.taken_output()) == []
+    assert router.is_ready
+    assert ours.is_ready
+    assert router.feed(b"".join(map(encode_message, messages))) == messages
 
 
 @given(st.binary(max_size=200), st.integers(0, 2))
 def test_whatever_else_comes_is_an_error_of_its_own(data: bytes, beginning: int) -> None:
-    subscriber = Subscriber(b"")
+    peer = subscriber(b"")
     for wire in (PUB_GREETING, PUB_READY)[:beginning]:
-        subscriber.feed(wire)
+        peer.feed(wire)
     with suppress(ZmtpError):
         for at in range(len(data)):
-            subscriber.feed(data[at:at + 1])
+            peer.feed(data[at:at + 1])
 
 
 def test_our_greeting_is_64_bytes_of_zmtp_3_0() -> None:
@@ -80,22 +93,22 @@ def test_our_greeting_is_64_bytes_of_zmtp_3_0() -> None:
 ])
 def test_what_is_no_publisher_is_told_why(wire: bytes, why: str) -> None:
     with pytest.raises(ZmtpError, match=why):
-        Subscriber(b"").feed(wire)
+        subscriber(b"").feed(wire)
 
 
 def test_a_message_has_a_limit_over_all_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmtp, "MESSAGE_MAX_BYTES", 100)
-    subscriber = Subscriber(b"")
-    subscriber.feed(PUB_GREETING + PUB_READY)
-    assert subscriber.feed(on_the_wire([[b"x" * 60, b"x" * 40], [b"x" * 100]])) == [
+    peer = subscriber(b"")
+    peer.feed(PUB_GREETING + PUB_READY)
+    assert peer.feed(on_the_wire([[b"x" * 60, b"x" * 40], [b"x" * 100]])) == [
         [b"x" * 60, b"x" * 40], [b"x" * 100]]
     with pytest.raises(ZmtpError):
-        subscriber.feed(on_the_wire([[b"x" * 60, b"x" * 41]]))
+        peer.feed(on_the_wire([[b"x" * 60, b"x" * 41]]))
 
 
 def test_a_ping_is_answered_with_its_context() -> None:
-    subscriber = Subscriber(b"")
-    subscriber.feed(PUB_GREETING + PUB_READY)
-    subscriber.taken_output()
-    subscriber.feed(b"\x04\x0a\x04PING\0\x0aabc")
-    assert subscriber.taken_output() == b"\x04\x08\x04PONGabc"
+    peer = subscriber(b"")
+    peer.feed(PUB_GREETING + PUB_READY)
+    peer.taken_output()
+    peer.feed(b"\x04\x0a\x04PING\0\x0aabc")
+    assert peer.taken_output() == b"\x04\x08\x04PONGabc"

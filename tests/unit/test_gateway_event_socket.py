@@ -1,4 +1,4 @@
-"""The live socket: every message, in order, whoever reads when; silence is told of."""
+"""A connection to an event socket: every message, in order, whoever reads when; silence is told of."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from gateway.knowledge import live_socket
-from gateway.knowledge.live_socket import LiveSocket, LiveSocketLost
+from gateway.knowledge import event_socket
+from gateway.knowledge.event_socket import EventSocket, EventSocketLost
+from gateway.knowledge.zmtp import dealer, subscriber
 from loadtests.local_stack import free_port
 
 LONG_S = 30.0
 
 
+async def open_live(address: str, topic: bytes, within_s: float) -> EventSocket:
+    return await EventSocket.connected(address, lambda: subscriber(topic), within_s)
+
+
 @contextlib.asynccontextmanager
-async def sockets() -> AsyncIterator[tuple[zmq.asyncio.Socket, LiveSocket]]:
+async def sockets() -> AsyncIterator[tuple[zmq.asyncio.Socket, EventSocket]]:
     """A publisher, and its subscriber, connected."""
     context = zmq.asyncio.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.bind("tcp://127.0.0.1:0")
     try:
         address = publisher.getsockopt(zmq.LAST_ENDPOINT).decode()
-        with contextlib.closing(await LiveSocket.open(address, b"", LONG_S)) as live:
+        with contextlib.closing(await open_live(address, b"", LONG_S)) as live:
             await publisher.recv_multipart()   # the subscription has arrived
             yield publisher, live
     finally:
@@ -39,7 +44,7 @@ async def send(publisher: zmq.asyncio.Socket, *numbers: int) -> None:
         await publisher.send_multipart([b"topic", str(number).encode()])
 
 
-async def read(live: LiveSocket, count: int) -> list[int]:
+async def read(live: EventSocket, count: int) -> list[int]:
     numbers: list[int] = []
     while len(numbers) < count:
         received = await live.receive(7, LONG_S)
@@ -146,12 +151,12 @@ async def test_what_taking_it_raises_is_the_readers() -> None:
 async def test_whoever_waits_hears_of_the_end() -> None:
     async with sockets() as (publisher, live):
         publisher.close(0)
-        with pytest.raises(LiveSocketLost, match="closed"):
+        with pytest.raises(EventSocketLost, match="closed"):
             await live.lost()
 
 
 async def test_more_than_there_is_room_for_waits_with_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_socket, "WAITING_MAX_BYTES", 1000)
+    monkeypatch.setattr(event_socket, "WAITING_MAX_BYTES", 1000)
     async with sockets() as (publisher, live):
         numbers = [*range(300)]
         for number in numbers:
@@ -166,9 +171,9 @@ async def test_a_publisher_may_come_later_and_ask_whether_we_live() -> None:
     publisher.setsockopt(zmq.HEARTBEAT_IVL, 20)
     publisher.setsockopt(zmq.HEARTBEAT_TIMEOUT, 100)
     port = free_port()
-    opening = asyncio.create_task(LiveSocket.open(f"tcp://localhost:{port}", b"topic", LONG_S))
+    opening = asyncio.create_task(open_live(f"tcp://localhost:{port}", b"topic", LONG_S))
     try:
-        await asyncio.sleep(2 * live_socket.RETRY_S)
+        await asyncio.sleep(2 * event_socket.RETRY_S)
         publisher.bind(f"tcp://127.0.0.1:{port}")
         with contextlib.closing(await opening) as live:
             assert await publisher.recv_multipart() == [b"\x01topic"]
@@ -185,7 +190,7 @@ async def test_a_path_will_do(tmp_path: Path) -> None:
     publisher = context.socket(zmq.XPUB)
     publisher.bind(f"ipc://{tmp_path}/events")
     try:
-        with contextlib.closing(await LiveSocket.open(f"ipc://{tmp_path}/events", b"", LONG_S)) as live:
+        with contextlib.closing(await open_live(f"ipc://{tmp_path}/events", b"", LONG_S)) as live:
             await publisher.recv_multipart()
             await send(publisher, 1)
             assert await read(live, 1) == [1]
@@ -201,7 +206,7 @@ async def test_another_kind_of_socket_is_no_publisher(kind: int) -> None:
     other.bind("tcp://127.0.0.1:0")
     try:
         with pytest.raises(TimeoutError):
-            await LiveSocket.open(other.getsockopt(zmq.LAST_ENDPOINT).decode(), b"", 0.3)
+            await open_live(other.getsockopt(zmq.LAST_ENDPOINT).decode(), b"", 0.3)
     finally:
         other.close(0)
         context.term()
@@ -209,4 +214,24 @@ async def test_another_kind_of_socket_is_no_publisher(kind: int) -> None:
 
 async def test_an_address_that_is_none_is_not_tried_for_ever() -> None:
     with pytest.raises(TimeoutError):
-        await LiveSocket.open("inproc://events", b"", 0.05)
+        await open_live("inproc://events", b"", 0.05)
+
+
+async def test_a_router_is_asked_and_answers_in_order() -> None:
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind("tcp://127.0.0.1:0")
+    try:
+        address = router.getsockopt(zmq.LAST_ENDPOINT).decode()
+        with contextlib.closing(await EventSocket.connected(address, dealer, LONG_S)) as socket:
+            for number in range(3):
+                socket.send([b"", str(number).encode(), b"x" * 70_000])
+                identity, *request = await router.recv_multipart()
+                assert request == [b"", str(number).encode(), b"x" * 70_000]
+                for part in range(20):
+                    await router.send_multipart([identity, b"", str(part).encode()])
+                assert await read(socket, 20) == [*range(20)]
+            assert await socket.receive(7, 0.001) == []
+    finally:
+        router.close(0)
+        context.term()

@@ -1,19 +1,19 @@
-"""The subscription to one worker's live events: a connection of the event loop's own.
+"""A connection to one of a worker's event sockets: the event loop's own.
 
 libzmq would do, but it has a thread that has to be woken for each message and wakes the loop in turn, and a dozen
 system calls; a message that comes alone costs several times as much there as what is done with it.
-Owns: the connection, and what has come and nobody has read, WAITING_MAX_BYTES and one read more: then the publisher
-waits, and drops what it has no room for. Must never: parse a message, or connect again by itself once it was ready.
+Owns: the connection, and what has come and nobody has read, WAITING_MAX_BYTES and one read more: then the other side
+waits. Must never: parse a message, or connect again by itself once it was ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self, cast
 
-from gateway.knowledge.zmtp import GREETING, Subscriber, ZmtpError
+from gateway.knowledge.zmtp import GREETING, Peer, ZmtpError, encode_message
 
 WAITING_MAX_BYTES = 16 << 20
 RETRY_S = 0.1
@@ -22,21 +22,21 @@ TCP, IPC = "tcp://", "ipc://"
 Message = list[bytes]
 
 
-class LiveSocketLost(Exception):
+class EventSocketLost(Exception):
     """The connection has ended, or could not be made; the message says why."""
 
 
-class LiveSocket(asyncio.Protocol):
-    """open() one, close() it after. One reader at a time.
+class EventSocket(asyncio.Protocol):
+    """connected() makes one, close() it after. One reader at a time.
 
     `take_alone` is offered what comes alone while a reader waits, and says whether it has dealt with it; the reader
     then goes on waiting. What it raises, the reader gets.
     """
 
-    def __init__(self, topic: bytes) -> None:
+    def __init__(self, peer: Peer) -> None:
         self.take_alone: Callable[[Message], bool] | None = None
         self._loop = asyncio.get_running_loop()
-        self._subscriber = Subscriber(topic)
+        self._peer = peer
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._lost: asyncio.Future[None] = self._loop.create_future()
@@ -49,21 +49,22 @@ class LiveSocket(asyncio.Protocol):
         self._failure: Exception | None = None
 
     @classmethod
-    async def open(cls, address: str, topic: bytes, within_s: float) -> Self:
-        """Connected and subscribed. TimeoutError when nobody there turns out to be a publisher in time."""
+    async def connected(cls, address: str, new_peer: Callable[[], Peer], within_s: float) -> Self:
+        """With what `new_peer` gives, which needs another for each try. TimeoutError when nobody there turns out to
+        be its counterpart in time."""
         async with asyncio.timeout(within_s):
             while True:
-                live = cls(topic)
+                socket = cls(new_peer())
                 try:
-                    await live._connect(address)
-                    await live._ready
-                except (OSError, LiveSocketLost):
+                    await socket._connect(address)
+                    await socket._ready
+                except (OSError, EventSocketLost):
                     await asyncio.sleep(RETRY_S)    # it may be about to come
                 except BaseException:
-                    live.close()
+                    socket.close()
                     raise
                 else:
-                    return live
+                    return socket
 
     async def _connect(self, address: str) -> None:
         if address.startswith(IPC):
@@ -80,8 +81,13 @@ class LiveSocket(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def send(self, frames: Sequence[bytes]) -> None:
+        """One message."""
+        if self._transport is not None:
+            self._transport.write(encode_message(frames))
+
     async def lost(self) -> None:
-        """Await the end of the connection, which is LiveSocketLost."""
+        """Await the end of the connection, which is EventSocketLost."""
         await asyncio.shield(self._lost)
 
     async def receive(self, num_max: int, timeout_s: float) -> list[Message]:
@@ -130,16 +136,16 @@ class LiveSocket(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        subscriber = self._subscriber
+        peer = self._peer
         try:
-            messages = subscriber.feed(data)
+            messages = peer.feed(data)
         except ZmtpError as error:
             self._end(f"no events come from there: {error}")
             return
-        if output := subscriber.taken_output():
+        if output := peer.taken_output():
             assert self._transport is not None
             self._transport.write(output)
-            if subscriber.is_ready and not self._ready.done():
+            if peer.is_ready and not self._ready.done():
                 self._ready.set_result(None)
         if messages and not (len(messages) == 1 and self._is_dealt_with(messages[0])):
             self._keep(messages)
@@ -178,7 +184,7 @@ class LiveSocket(asyncio.Protocol):
             transport.abort()
         for future in (self._ready, self._lost):
             if not future.done():
-                future.set_exception(LiveSocketLost(why))
+                future.set_exception(EventSocketLost(why))
                 future.exception()  # it may be that nobody asks
         self.take_alone = None
 
