@@ -22,6 +22,8 @@ MAX_IDLE_PER_WORKER = 256
 IDLE_CONNECTION_S = 15.0
 MAX_TARGETS = 4096  # distinct URLs remembered in their parsed form
 _PORTS = {"http": 80, "https": 443}
+# Who names no coding accepts any (RFC 9110, 12.5.3).
+_UNCODED = "\r\nAccept-Encoding: identity"
 _PATH_SAFE = "/%:@!$&'()*+,;=~"
 
 
@@ -199,7 +201,7 @@ class PooledUpstream:
         named = f"[{host}]" if ":" in host else host
         port = parts.port or _PORTS[parts.scheme]
         suffix = "" if port == _PORTS[parts.scheme] else f":{port}"
-        return Origin(host, port, tls), f"{method} {path}{query} HTTP/1.1\r\nHost: {named}{suffix}"
+        return Origin(host, port, tls), f"{method} {path}{query} HTTP/1.1\r\nHost: {named}{suffix}{_UNCODED}"
 
 
 async def _answered(exchange: Exchange) -> Exchange:

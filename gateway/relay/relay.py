@@ -25,6 +25,8 @@ from worker.protocol.api_error import ApiError
 MAX_WHOLE_BODY_BYTES = 8 * 1024 * 1024
 # A silent stream looks this often whether its worker is known to be lost.
 LOST_LOOK_S = 1.0
+# So long a worker may take over HTTP's own end once all has been said.
+DONE_LINGER_S = 1.0
 
 # Something to await only when the client cannot take more for now; ConnectionError when it has left.
 Write = Callable[[bytes], Awaitable[None] | None]
@@ -103,9 +105,15 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
         last_chunk_at = shortcut.last_chunk_at
     settle = _nothing if shortcut is None else shortcut.settle
     comment = _comment_at(tail, settle, write, limits)
+
+    def all_is_said() -> bool:
+        settle()
+        return tail.ended_with_done()
+
     try:
         chunk = answer.first_chunk or await next_chunk(answer, limits, watch, comment, shortcut=shortcut,
-                                                       silent_s=time.monotonic() - last_chunk_at)
+                                                       silent_s=time.monotonic() - last_chunk_at,
+                                                       all_is_said=all_is_said)
         settle()
         while chunk:
             num_chunks += 1
@@ -116,7 +124,7 @@ async def pass_stream(answer: FirstAnswer, write: Write, limits: RelayLimits, wa
                 await relay_bytes(chunk, write, limits)
             if transcript is not None and transcript.lost:
                 raise UpstreamFailure(FailureKind.RESET, "the worker said that it cannot go on")
-            chunk = await next_chunk(answer, limits, watch, comment, shortcut=shortcut)
+            chunk = await next_chunk(answer, limits, watch, comment, shortcut=shortcut, all_is_said=all_is_said)
             settle()
             last_chunk_at = time.monotonic() if chunk else last_chunk_at
             if last_chunk_at >= watch.ends_at:
@@ -183,11 +191,12 @@ async def relay_rest(answer: FirstAnswer, write: Write, limits: RelayLimits, wat
 
 async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
                      comment: Callable[[], Awaitable[None]] | None = None, *,
-                     shortcut: Shortcut | None = None, silent_s: float = 0.0) -> bytes:
-    """What the worker sends next that does not take the shortcut, b"" at its end. UpstreamFailure when it goes, is
-    lost or silent for too long, OverTime; until then a comment goes to the client after every `keepalive_s` of
-    silence, of which `silent_s` have passed. Chunks on the shortcut move no timer: now and then it is looked when the
-    last one came."""
+                     shortcut: Shortcut | None = None, silent_s: float = 0.0,
+                     all_is_said: Callable[[], bool] = lambda: False) -> bytes:
+    """What the worker sends next that does not take the shortcut, b"" at its end, or once it is silent and
+    `all_is_said`. UpstreamFailure when it goes, is lost or silent for too long, OverTime; until then a comment goes
+    to the client after every `keepalive_s` of silence, of which `silent_s` have passed. Chunks on the shortcut move
+    no timer: now and then it is looked when the last one came."""
     comment_s = limits.keepalive_s
     num_passed, takers = 0, None
     if shortcut is not None:
@@ -201,6 +210,8 @@ async def next_chunk(answer: FirstAnswer, limits: RelayLimits, watch: Watch,
         if shortcut is not None and shortcut.num_chunks != num_passed:
             num_passed, comment_s = shortcut.num_chunks, limits.keepalive_s
             silent_s = time.monotonic() - shortcut.last_chunk_at
+        if silent_s >= DONE_LINGER_S and all_is_said():
+            return b""
         if silent_s >= limits.chunk_gap_s:
             raise UpstreamFailure(FailureKind.TIMEOUT, f"silent for {silent_s:g} s")
         watch.look(is_silent=silent_s >= min(LOST_LOOK_S, wait_s))

@@ -154,8 +154,17 @@ async def _open(upstream: Upstream, attempt: Attempt) -> Opened:
         raise
 
 
+def _is_coded(response: UpstreamResponse) -> bool:
+    """Whether its body is not what it says, but has to be decoded first: it is told that nobody would."""
+    return response.headers.get("content-encoding", "identity").lower() != "identity"
+
+
 async def _judge(response: UpstreamResponse, chunk: bytes) -> FirstAnswer:
     status = response.status
+    if _is_coded(response):
+        response.close()
+        raise AttemptFailed("worker_error", errors.worker_failed(
+            "The worker answered in a content coding, which was not asked for."))
     if 200 <= status < 300 and chunk:
         return FirstAnswer(response, chunk)
     if 400 <= status < 500 and status not in _NOT_THE_CLIENTS:

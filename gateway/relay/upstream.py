@@ -36,7 +36,8 @@ class UpstreamFailure(Exception):
 class UpstreamRequest(Struct, frozen=True, gc=False):
     """One request to a worker. `ssl_context` is for https workers with a CA of their own; None verifies as usual.
 
-    The implementation adds Host and Content-Length. A name or value that would break the head is our bug: ValueError.
+    The implementation adds Host, Content-Length and that no content coding is wanted. A name or value that would
+    break the head is our bug: ValueError.
     """
 
     url: str

@@ -26,12 +26,12 @@ from gateway.admission.queue import FairQueue, Waiting
 from gateway.admission.tenants import Tenant
 from gateway.config import GatewayConfig
 from gateway.knowledge.endpoint_table import EndpointTable
+from gateway.server.client_headers import DEADLINE_HEADER
 from gateway.server.request_record import RequestRecord
 from gateway.shared.membership import Membership
 from gateway.shared.shared_meters import Meter, SharedMeters
 from worker.protocol.api_error import invalid_request
 
-DEADLINE_HEADER = "x-request-deadline-ms"
 DEADLINE_MAX_MS = 86_400_000
 AGEING_S = 10.0
 # Workers come and go without a word to the queue; while somebody waits it looks by itself.

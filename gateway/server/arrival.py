@@ -16,11 +16,11 @@ from msgspec import Struct
 from gateway.admission.tenants import Tenant
 from gateway.server.access import Access
 from gateway.server.addressing import passed_on_headers
-from gateway.server.admission import DEADLINE_HEADER
+from gateway.server.client_headers import DEADLINE_HEADER, MIGRATION_HEADER
 from gateway.server.generate_route import GenerateRoute
 from gateway.server.http import Routes, usable_request_id
 from gateway.server.known_heads import Cut, KnownHeads
-from gateway.server.migration import MIGRATION_HEADER, wants_migration
+from gateway.server.migration import wants_migration
 from gateway.server.strict_head import check_head
 from worker.protocol.api_error import ApiError
 

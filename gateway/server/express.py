@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import orjson
 
@@ -25,11 +25,12 @@ from gateway.relay.sse import error_event, is_event_stream
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
 from gateway.server.arrival import HeadFacts
+from gateway.server.client_headers import REQUEST_ID_HEADER
 from gateway.server.companions import Companions
 from gateway.server.dispatch import Choosing, Dispatcher
 from gateway.server.express_client import Client
 from gateway.server.express_stream import SILENT_MAX_S, LaneStream, begin_stream
-from gateway.server.http import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, new_request_id
+from gateway.server.http import CLIENT_CLOSED_REQUEST, new_request_id
 from gateway.server.placement import Placement
 from gateway.server.raw_response import STREAM_HEADERS, ChunkSender
 from gateway.server.reading import Given, Intake, Plan, Reading
@@ -238,7 +239,7 @@ class Passenger:
         exchange = self.exchange
         assert exchange is not None, "news of what was never sent"
         body = exchange.whole()
-        if body and exchange.status == 200 and not is_event_stream(exchange.headers.get("content-type", "")):
+        if body and exchange.status == 200 and _is_plain_json(exchange.headers):
             exchange.on_news, self._answer = None, body
             self._express.arrived(self)
         elif exchange.has_body_or_end and not self._stream_begins(exchange):
@@ -382,6 +383,11 @@ class Passenger:
         if self.visit is not None:
             self.visit.end()
             self.visit = None
+
+
+def _is_plain_json(headers: Mapping[str, str]) -> bool:
+    """Whether this is no stream, and nothing that has to be decoded first."""
+    return not is_event_stream(headers.get("content-type", "")) and "content-encoding" not in headers
 
 
 _DEPARTURE = (Passenger.enter, Passenger.parse, Passenger.tokenise, Passenger.choose, Passenger.send)

@@ -52,7 +52,9 @@ class LaneStream:
 def begin_stream(exchange: Exchange, begin: Begin) -> LaneStream | None:
     """A stream whose first events have come whole, on its way to the client; None: nothing was sent."""
     chunk, headers = exchange.stream_began(), exchange.headers
-    if chunk is None or exchange.status != 200 or not is_event_stream(headers.get("content-type", "")):
+    if chunk is None or exchange.status != 200 or "content-encoding" in headers:
+        return None
+    if not is_event_stream(headers.get("content-type", "")):
         return None
     transcript, tail, now = Transcript() if TOKEN_IDS_HEADER in headers else None, StreamTail(), time.monotonic()
     passing = chunk if transcript is None else transcript.passing_whole(chunk)

@@ -39,8 +39,9 @@ from gateway.relay.sse import is_event_stream
 from gateway.relay.transcript import Transcript
 from gateway.relay.upstream import UpstreamFailure, UpstreamRequest
 from gateway.server.addressing import ChoiceToResume, passed_on_headers, upstream_request
-from gateway.server.admission import DEADLINE_HEADER, Visit
+from gateway.server.admission import Visit
 from gateway.server.answering import Answering, Beginning, Taken
+from gateway.server.client_headers import DEADLINE_HEADER, MIGRATION_HEADER, REQUEST_ID_HEADER
 from gateway.server.dispatch import Choosing, Dispatcher
 from gateway.server.express import Express, Passenger
 from gateway.server.express_connection import take_begun
@@ -48,14 +49,12 @@ from gateway.server.foreign import Way, errors_of, set_way_back, way_back
 from gateway.server.generate_route import CHAT, COMPLETIONS, EMBEDDINGS, FOREIGN, GenerateRoute
 from gateway.server.http import (
     CLIENT_CLOSED_REQUEST,
-    REQUEST_ID_HEADER,
     Routes,
     read_body,
     request_id_of,
     set_request_id,
 )
 from gateway.server.migration import (
-    MIGRATION_HEADER,
     Broken,
     MigrationLimits,
     Migrator,

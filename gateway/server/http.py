@@ -21,12 +21,12 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.relay.relay import ClientLeft
+from gateway.server.client_headers import REQUEST_ID_HEADER
 from gateway.server.strict_head import UnclearHead, check_head
 from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.body_encoding import TORN_TEXT, BadlyEncoded, GrownTooLarge, decoded
 from worker.protocol.logs import get_logger
 
-REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_MAX_CHARS = 128
 REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 BODY_TIMEOUT_S = 60.0

@@ -32,6 +32,7 @@ from gateway.relay.sse import KEEPALIVE_COMMENT
 from gateway.relay.transcript import KEPT_BYTES, Told, Transcript, WholeEvents
 from gateway.relay.upstream import FailureKind, Upstream, UpstreamFailure, UpstreamRequest
 from gateway.server.addressing import ChoiceToResume
+from gateway.server.client_headers import MIGRATION_HEADER
 from gateway.server.dispatch import Choosing, Dispatcher, RoutedPrompt
 from gateway.server.placement import Placement
 from gateway.server.prompt_work import longest_of
@@ -42,7 +43,6 @@ from worker.protocol.internal_request import TOKEN_IDS_HEADER, Resume
 from worker.protocol.logs import get_logger
 from worker.protocol.told_tokens import EVENT_END
 
-MIGRATION_HEADER = "x-request-migration"
 _log = get_logger(__name__)
 
 Address = Callable[[Endpoint, ChoiceToResume], UpstreamRequest]

@@ -15,8 +15,9 @@ from aiohttp import web
 from aiohttp.web_request import BaseRequest
 
 from gateway import __version__
-from gateway.server.admission import DEADLINE_HEADER, DEADLINE_MAX_MS
-from gateway.server.http import REQUEST_ID_HEADER, REQUEST_ID_MAX_CHARS, Routes, Served, json_response
+from gateway.server.admission import DEADLINE_MAX_MS
+from gateway.server.client_headers import DEADLINE_HEADER, REQUEST_ID_HEADER
+from gateway.server.http import REQUEST_ID_MAX_CHARS, Routes, Served, json_response
 from gateway.server.openapi_schemas import Json, components, ref
 
 OPENAPI_PATH = "/openapi.json"

@@ -20,6 +20,7 @@ from aiohttp.web_request import BaseRequest
 from gateway.relay.http_head import head_bytes
 from gateway.relay.sse import is_event_stream
 from gateway.server.connections import GuardedConnection
+from worker.protocol.http_mistakes import SERVER
 
 PROBE_COMMENT = b":\n\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -107,6 +108,7 @@ class UnmeasuredResponse(web.StreamResponse):
         """Send the head. aiohttp forgets that nothing else ends the body of an HTTP/1.0 client that wants to stay."""
         if request.version < HttpVersion11:
             self.force_close()
+        self.headers.setdefault(hdrs.SERVER, SERVER)
         return await super().prepare(request)
 
 

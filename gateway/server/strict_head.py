@@ -11,7 +11,8 @@ from aiohttp import hdrs
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 from multidict import CIMultiDictProxy
 
-from worker.protocol.api_error import ApiError
+from gateway.server.client_headers import DEADLINE_HEADER, MIGRATION_HEADER, REQUEST_ID_HEADER
+from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.body_encoding import ENCODINGS, ENCODINGS_TEXT
 
 _HOST = re.compile(r"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d{0,5})?\Z", re.ASCII)
@@ -24,8 +25,15 @@ class UnclearHead(ApiError):
         super().__init__(status, code, message)
 
 
+# Of these a second one could only contradict the first. Others of that kind are refused by aiohttp.
+_ONCE = (hdrs.CONTENT_ENCODING, hdrs.EXPECT, REQUEST_ID_HEADER, DEADLINE_HEADER, MIGRATION_HEADER)
+
+
 def check_head(version: HttpVersion, headers: CIMultiDictProxy[str]) -> None:
     """UnclearHead for a version, Host, coding or expectation that is not one of those served here."""
+    for name in _ONCE:
+        if len(headers.getall(name, ())) > 1:
+            raise invalid_request("The header should be there once at the most.", name)
     if version not in (HttpVersion11, HttpVersion10):
         raise UnclearHead(505, "HTTP/1.1 and HTTP/1.0 are served here.", code="version_not_supported")
     if hdrs.TRANSFER_ENCODING in headers:

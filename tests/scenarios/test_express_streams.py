@@ -177,6 +177,21 @@ async def test_a_stream_without_done_ends_as_ever() -> None:
         assert await inflight(gateway) == 0
 
 
+@pytest.mark.parametrize("told", [False, True])
+async def test_what_has_been_said_to_its_end_ends_though_the_worker_says_no_more(told: bool) -> None:
+    async with serving() as (stub, gateway), in_lane(gateway) as client:
+        for kind in ("lane", "usual"):
+            steps = Steps(told=told)
+            stub.next_behaviours.append(steps)
+            client.writer.write(chat("go", headers="" if kind == "lane" else "x-new: 1\r\n", stream=True))
+            found = await read_events(client, steps, 0, NUM_EVENTS)
+            async with asyncio.timeout(WAIT_S):
+                found += await client.reader.readuntil(b"0\r\n\r\n")
+            assert body_of(found.replace(PROBE, b"")) == WHOLE
+        assert b" 200 OK" in await client.ask(chat("and the next"))
+        assert await inflight(gateway) == 0
+
+
 async def test_a_client_that_leaves_its_stream_takes_it_along() -> None:
     async with serving() as (stub, gateway), in_lane(gateway) as client:
         steps = Steps(told=False)

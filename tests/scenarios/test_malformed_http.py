@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import orjson
 import pytest
 
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
@@ -106,6 +107,17 @@ def requests_in(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
 def forwarded(proxy: RecordingProxy) -> list[tuple[bytes, bytes, bytes]]:
     """Every generating request that a worker has seen so far."""
     return [request for sent in proxy.sent for request in requests_in(bytes(sent)) if request[0].startswith(b"/v1/")]
+
+
+@pytest.mark.parametrize("header", ["Content-Encoding: gzip", "Expect: 100-continue", "x-request-id: one",
+                                    "x-request-deadline-ms: 1000", "x-request-migration: off"])
+def test_what_may_come_once_is_refused_twice(header: str, played: tuple[RecordingProxy, GatewayUnderTest]) -> None:
+    port, name = played[1].gateway.port, header.partition(":")[0].lower()
+    lines = f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{header}\r\n{header.upper()}\r\n\r\n".encode()
+    [(status, head, body)] = answers_in(exchange(port, lines))
+    error = orjson.loads(body)["error"]
+    assert (status, error["code"], error["param"].lower()) == (400, "invalid_request", name)
+    assert b"aiohttp" not in head.lower()
 
 
 def head_and_get_bodies(case: Malformed, name: str, data: bytes) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.ended_streams import end_without_done_in_capitals, said_all
+from tests.support.ended_streams import end_without_done_in_capitals, said_all, said_in_code
 from tests.support.gateway_in_process import WORKER_TOKEN, GatewayUnderTest, running_gateway
 from tests.support.stub_worker import (
     Behaviour,
@@ -82,6 +82,10 @@ CASES = [
     Case("a stream by another spelling, without [DONE]", [end_without_done_in_capitals], 200, stream=True,
          text=(b"Hello", b"event: error", b"worker_failed"), absent=(b"data: [DONE]",),
          metrics={'headstart_broken_streams_total{reason="worker_failed"}': 1}),
+    Case("a coded answer, which nobody asked for, is another worker's chance", [said_in_code(stream=False)], 200,
+         num_asked=2, text=ANSWERED, metrics={'headstart_retries_total{reason="worker_error"}': 1}),
+    Case("a coded stream is another worker's chance", [said_in_code(stream=True)], 200, stream=True, num_asked=2,
+         text=(b"Hello", b"data: [DONE]")),
     Case("silent for a while: comments keep the connection", [pause(0.3)], 200, stream=True,
          text=(b"\n\n: keep-alive\n\ndata:", b"data: [DONE]"), absent=(b"event: error",)),
     Case("silent inside an event: no comment may tear it", [pause(0.3, torn=True)], 200, stream=True,

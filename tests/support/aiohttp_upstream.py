@@ -19,7 +19,7 @@ class AiohttpUpstream:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s), auto_decompress=False,
             read_bufsize=READ_BUFFER_BYTES, cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"))
+            headers={"Accept-Encoding": "identity"}, skip_auto_headers=("User-Agent",))
 
     async def open(self, request: UpstreamRequest) -> UpstreamResponse:
         """See Upstream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 
 from aiohttp import web
 
@@ -24,6 +25,18 @@ def said_all(*, told: bool, hangs: bool = False) -> Behaviour:
         assert request.transport is not None
         request.transport.close()
         raise ConnectionResetError("died")
+
+    return behave
+
+
+def said_in_code(*, stream: bool) -> Behaviour:
+    """A whole answer, compressed for somebody who was told that nothing is decoded here."""
+
+    async def behave(stub: StubWorker, request: web.Request, seen: Seen) -> web.StreamResponse:
+        assert request.headers.getall("Accept-Encoding") == ["identity"]
+        said = b"".join(events_of(seen)) if stream else b'{"choices": []}'
+        return web.Response(body=gzip.compress(said), headers={
+            "Content-Encoding": "gzip", "Content-Type": "text/event-stream" if stream else "application/json"})
 
     return behave
 

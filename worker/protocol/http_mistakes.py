@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 import orjson
-from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp import HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.web_protocol import _ErrInfo
@@ -20,6 +20,7 @@ from worker.protocol.api_error import ApiError, invalid_request
 from worker.protocol.logs import get_logger
 
 MAX_HEAD_BYTES = 65_536
+SERVER = "headstart"  # aiohttp would tell which Python, and which release of itself
 _NOT_HTTP = ("The request is not well-formed HTTP/1.1; "
              "check its request line, its headers and how its body is framed.")
 _TOO_LARGE = (f"The request's head is too large: 8,190 bytes a line, 128 headers and {MAX_HEAD_BYTES:,} bytes in all "
@@ -116,6 +117,8 @@ class PrivateConnection(web.RequestHandler):
                               start_time: float | None) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):     # raised beside every handler of ours: an Expect nobody knows
             resp = _response(ApiError(resp.status, "invalid_request", f"The server cannot do this: {resp.reason}."))
+        if isinstance(resp, web.Response):
+            resp.headers.setdefault(hdrs.SERVER, SERVER)
         return await super().finish_response(request, resp, start_time)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
+
+from worker.protocol.http_mistakes import SERVER
 
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {
@@ -34,7 +36,7 @@ async def open_stream(request: web.Request, headers: Mapping[str, str]) -> web.S
 async def open_unmeasured(request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
     """The head of a response whose length nobody knows: framed by chunks, or by the end of the connection where the
     client's HTTP does not know those (aiohttp forgets that, where such a client wants to stay)."""
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers={hdrs.SERVER: SERVER, **headers})
     if request.version < HttpVersion11:
         response.force_close()
     await response.prepare(request)

@@ -14,7 +14,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.specs.openapi import checks as openapi_checks
 
-from gateway.server.admission import DEADLINE_HEADER
+from gateway.server.client_headers import DEADLINE_HEADER
 from gateway.server.http import Served
 from gateway.server.openapi import OPERATIONS, document
 from tests.support.gateway_in_process import ADMIN, GatewayUnderTest
