@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from gateway.knowledge.discovery.static import DiscoveredWorker
 from gateway.knowledge.endpoint_table import Endpoint, EndpointState, EndpointTable
 from gateway.knowledge.engines.headstart import (
@@ -27,6 +25,7 @@ from gateway.knowledge.engines.headstart import (
 from gateway.knowledge.event_feed import QUIET_CHECK_S, EventFeed
 from gateway.knowledge.index_writer import IndexWriter
 from gateway.knowledge.joining import Joined, Joining
+from gateway.relay.upstream import Upstream
 from gateway.routing.load_ledger import LoadLedger
 from gateway.routing.lost_looks import look_at_lost_after_s
 from gateway.routing.others_share import look_again_after_s
@@ -93,18 +92,18 @@ class WorkerPoll:
     """
 
     def __init__(self, table: EndpointTable, ledger: LoadLedger, joining: Joining, writer: IndexWriter, *,
-                 session: aiohttp.ClientSession, worker_token: str, health_interval_s: float,
+                 upstream: Upstream, worker_token: str, health_interval_s: float,
                  was_drained: Callable[[str, str], bool] = lambda endpoint_id, epoch: False) -> None:
         self._table = table
         self._ledger = ledger
         self._joining = joining
         self._writer = writer
         self._interval_s = health_interval_s
-        self._session = session
+        self._upstream = upstream
         self._worker_token = worker_token
         self._has_token = bool(worker_token)
         self._was_drained = was_drained
-        self._adapters = {endpoint.endpoint_id: HeadstartWorker(session, endpoint.worker, worker_token)
+        self._adapters = {endpoint.endpoint_id: HeadstartWorker(upstream, endpoint.worker, worker_token)
                           for endpoint in table}
         self._nudges = {endpoint_id: asyncio.Event() for endpoint_id in self._adapters}
         self._inbox: asyncio.Queue[_Note] = asyncio.Queue(MAX_QUEUED_OBSERVATIONS)
@@ -124,7 +123,7 @@ class WorkerPoll:
 
     async def add(self, worker: DiscoveredWorker) -> None:
         """One more worker, whose id is free; it gets requests once it has been understood."""
-        adapter = HeadstartWorker(self._session, worker, self._worker_token)
+        adapter = HeadstartWorker(self._upstream, worker, self._worker_token)
         self._table.add(worker)
         self._adapters[worker.endpoint_id] = adapter
         self._nudges[worker.endpoint_id] = asyncio.Event()

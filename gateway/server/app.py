@@ -14,7 +14,6 @@ import ssl
 import sys
 from functools import partial
 
-import aiohttp
 import structlog
 import uvloop
 from aiohttp import web
@@ -85,9 +84,10 @@ class Gateway:
         self.config = config
         self._membership = membership
         self.state = new_state(config, table, access, membership)
-        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        # Beside clients' requests: however many of those there are, workers can be looked at.
+        self._side_way = PooledUpstream(connect_timeout_s=config.connect_timeout_s)
         self._poll = WorkerPoll(table, self.state.ledger, self.state.joining, self.state.writer,
-                                session=self._session, worker_token=config.worker_token,
+                                upstream=self._side_way, worker_token=config.worker_token,
                                 health_interval_s=config.health_interval_s,
                                 **({} if membership is None else {"was_drained": membership.drains.holds}))
         self._workforce = Workforce(table, self._poll, self.state.metrics)
@@ -109,7 +109,7 @@ class Gateway:
                                 bet_ttl=BetTtl(config.speculative_ttl_s, config.approximate_ttl_s),
                                 max_inflight=config.max_inflight_per_worker, breakers=self.state.breakers,
                                 notes=notes)
-        self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._session, notes)
+        self._prewarmer = Prewarmer(self.state, dispatcher.learning.hot, self._side_way, notes)
         self._ahead = Ahead(table, self.state.ledger, dispatcher.learning.hot, self._prewarmer,
                             membership=membership)
         self._generate = Generate(self.state, dispatcher=dispatcher, prompt_work=self._prompt_work,
@@ -189,7 +189,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._upstream.close()
-        await self._session.close()
+        await self._side_way.close()
         self._prompt_work.close()
 
     def _routes(self) -> tuple[Routes, Routes]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-import aiohttp
 import msgspec
 
 from gateway import errors
@@ -20,6 +19,7 @@ from gateway.knowledge.engines.headstart import (
     WorkerNotUnderstood,
     WorkerUnreachable,
 )
+from gateway.relay.upstream import Upstream
 from gateway.routing.hot_prefixes import HotPrefix, HotPrefixes
 from gateway.server.state import GatewayState
 from gateway.shared.notes import Notes, SharedBet
@@ -44,7 +44,7 @@ _decoder = msgspec.json.Decoder(PrewarmBody)
 class Prewarmer:
     """Lives on the event loop."""
 
-    def __init__(self, state: GatewayState, hot: HotPrefixes, session: aiohttp.ClientSession,
+    def __init__(self, state: GatewayState, hot: HotPrefixes, upstream: Upstream,
                  notes: Notes | None = None) -> None:
         self._table = state.table
         self._index = state.index
@@ -52,7 +52,7 @@ class Prewarmer:
         self._worker_token = state.config.worker_token
         self._bet_ttl_s = state.config.speculative_ttl_s
         self._hot = hot
-        self._session = session
+        self._upstream = upstream
         self._notes = notes
         self._num_running = 0
 
@@ -88,7 +88,7 @@ class Prewarmer:
         try:
             with self._ledger.book(endpoint.endpoint_id, endpoint.epoch or "", prefill_tokens=prefix.num_tokens,
                                    context_tokens=prefix.num_tokens):
-                return await HeadstartWorker(self._session, endpoint.worker, self._worker_token).prewarm(
+                return await HeadstartWorker(self._upstream, endpoint.worker, self._worker_token).prewarm(
                     prefix.token_ids(), prefix.salt, prefix.salt_from)
         except (WorkerNotReady, WorkerNotUnderstood, WorkerUnreachable) as why:
             self._index.withdraw(bet)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
                           "gateway.server.admin_token", "worker.protocol"),
     "gateway.member": ("gateway.serve", "gateway.server", "gateway.shared"),
     "gateway.relay": ("gateway", "gateway.routing", "gateway.errors", *SHARED),
-    "gateway.knowledge": ("gateway", "gateway.config", "gateway.routing", "gateway.errors", *SHARED),
+    "gateway.knowledge": ("gateway", "gateway.config", "gateway.routing", "gateway.relay", "gateway.errors", *SHARED),
     "gateway.server": ("gateway", "gateway.config", "gateway.errors", "gateway.routing", "gateway.admission",
                        "gateway.relay", "gateway.knowledge", "gateway.shared", "gateway.listening", *SHARED),
     "gateway.config": ("gateway.routing", "gateway.admission", *SHARED),

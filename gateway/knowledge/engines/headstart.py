@@ -6,16 +6,17 @@ Owns: the requests and the reading of their answers. Must never: keep state abou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import aiohttp
 import msgspec
 import orjson
 
 from gateway.knowledge.discovery.static import DiscoveredWorker
+from gateway.relay.upstream import Upstream, UpstreamFailure, UpstreamRequest, UpstreamResponse
 from worker.prompt.requests import TokenizeRequest
 from worker.prompt.tokenizer import TokenizerBundle
 from worker.protocol.cache_events import BlockStored, CacheEventError, SnapshotHeader, SnapshotReader
@@ -141,10 +142,10 @@ _report_decoder = msgspec.json.Decoder(WorkerReport)
 
 
 class HeadstartWorker:
-    """One worker's side channel. The session is shared and owned by the caller."""
+    """One worker's side channel. The way there is shared and owned by the caller."""
 
-    def __init__(self, session: aiohttp.ClientSession, worker: DiscoveredWorker, worker_token: str) -> None:
-        self._session = session
+    def __init__(self, upstream: Upstream, worker: DiscoveredWorker, worker_token: str) -> None:
+        self._upstream = upstream
         self.worker = worker
         self._headers = {"x-headstart-worker-token": worker_token} if worker_token else {}
         if worker.api_key:
@@ -200,7 +201,7 @@ class HeadstartWorker:
         blocks: list[BlockStored] = []
         try:
             async with self._request("GET", "/kv/snapshot", timeout_s=SNAPSHOT_TIMEOUT_S) as response:
-                async for data in response.content.iter_any():
+                async for data in _pieces(response):
                     blocks += reader.feed(data)
             reader.close()
         except CacheEventError as error:
@@ -209,40 +210,48 @@ class HeadstartWorker:
         return Snapshot(reader.header, blocks)
 
     @asynccontextmanager
-    async def _request(self, method: str, path: str, *, body: bytes | None = None,
-                       headers: Mapping[str, str] | None = None,
-                       timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(self, method: str, path: str, *, body: bytes = b"", headers: Mapping[str, str] | None = None,
+                       timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[UpstreamResponse]:
         url = f"{self.worker.url}{path}"
-        headers = {**self._headers, **(headers or {}), **({"Content-Type": "application/json"} if body else {})}
+        headers = {**self._headers, **(headers or {}), **({"content-type": "application/json"} if body else {})}
         try:
-            async with asyncio.timeout(timeout_s), self._session.request(
-                    method, url, data=body, headers=headers, ssl=self.worker.ssl_context or True,
-                    allow_redirects=False) as response:
-                if response.status == 503:
-                    raise WorkerNotReady(_message_of(await response.content.read(MAX_ANSWER_BYTES)))
-                if response.status not in (200, NOT_MODIFIED):
-                    raise WorkerNotUnderstood(f"{url} answered {response.status}; is this a headstart worker?")
-                yield response
+            async with asyncio.timeout(timeout_s):
+                response = await self._upstream.open(
+                    UpstreamRequest(url, headers, body, self.worker.ssl_context, method))
+                with contextlib.closing(response):
+                    if response.status == 503:
+                        raise WorkerNotReady(_message_of(await _bounded_body(response, MAX_ANSWER_BYTES)))
+                    if response.status not in (200, NOT_MODIFIED):
+                        raise WorkerNotUnderstood(f"{url} answered {response.status}; is this a headstart worker?")
+                    yield response
         except TimeoutError as late:
             raise WorkerLate(f"{url} did not answer within {timeout_s:g} s") from late
-        except (aiohttp.ClientError, OSError) as lost:
+        except UpstreamFailure as lost:
+            if isinstance(lost.__cause__, TimeoutError):
+                raise WorkerLate(f"{url} did not answer: {lost.detail}") from lost
             raise WorkerUnreachable(f"{url} cannot be reached ({_cause(lost)}): start the worker, or correct "
                                     "--worker; the gateway keeps trying") from lost
 
 
-async def _bounded_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+async def _pieces(response: UpstreamResponse) -> AsyncIterator[bytes]:
+    while piece := await response.read_chunk():
+        yield piece
+
+
+async def _bounded_body(response: UpstreamResponse, limit_bytes: int) -> bytes:
+    """To its end, so that its connection serves again."""
     body = bytearray()
-    async for data in response.content.iter_any():
-        body += data
+    async for piece in _pieces(response):
+        body += piece
         if len(body) > limit_bytes:
-            raise WorkerNotUnderstood(f"{response.url} answered more than {limit_bytes} bytes")
+            raise WorkerNotUnderstood(f"an answer of more than {limit_bytes} bytes")
     return bytes(body)
 
 
-def _cause(lost: Exception) -> str:
-    """The system's own word for it, without aiohttp's decoration."""
-    inner = lost.os_error if isinstance(lost, aiohttp.ClientConnectorError) else lost
-    return (inner.strerror if isinstance(inner, OSError) else str(inner)) or type(inner).__name__
+def _cause(lost: UpstreamFailure) -> str:
+    """The system's own word for it, where there is one."""
+    inner = lost.__cause__
+    return (inner.strerror if isinstance(inner, OSError) else None) or lost.detail
 
 
 def _message_of(body: bytes) -> str:
