@@ -109,8 +109,8 @@ def standing_of(view: EndpointView, load: LoadView) -> Standing:
         min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0))
 
 
-def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
-    """What pick() would choose; None where something is unusual, or nobody may serve it."""
+def cheapest(given: PickInput, standings: Standings, tie_ratio: float = TIE_RATIO) -> Cheapest | None:
+    """What pick() would choose; None where something is unusual, or nobody may serve it. See picker.tie_ratio_of."""
     if (given.session_endpoint_id is not None or given.crowding or given.unseen_requests
             or len(given.endpoints) > FEW_MAX):
         return None
@@ -158,7 +158,7 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
         total_s = prefill_s + queue_s + steps_s + others_s + evict_s + price_s
         if total_s > reach:
             continue
-        if (bound := total_s + TIE_RATIO * total_s + TIE_S) < reach:
+        if (bound := total_s + tie_ratio * total_s + TIE_S) < reach:
             reach = bound
         rows.append((total_s, uncached, view, (
             endpoint_id, total_s, prefill_s, queue_s, steps_s, 0.0, 0.0, others_s, evict_s, price_s, 0.0, matched,
@@ -167,7 +167,7 @@ def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
         return None
     if len(rows) > 1:
         rows = [row for row in rows if row[0] <= reach]
-        if len(rows) > 1:
+        if len(rows) > 1 and tie_ratio == TIE_RATIO:
             least = min([row[1] for row in rows])
             rows = [row for row in rows if row[1] == least]
     _, _, view, cost = rows[int(given.random_ratio * len(rows))]
