@@ -18,6 +18,9 @@ from loadtests.traces import Trace
 
 JUDGED = ("ttft_p50_s", "ttft_p99_s", "ttft_mean_s")
 SUMMED = ("requests", "failed", "preemptions")
+# Cells that agree in these are the same simulation.
+SAME_RUN = ("trace", "workers", "load", "blocks_per_worker", "gateways", "shared_ledger", "event_loss_ratio",
+            "restart_storm", "copies_ahead", "workers_per_machine", "cores_per_machine", "seed", "seeds", "requests")
 LOAD_BALANCED = 1.15   # the goal for hits counts where load without replication is below this
 
 
@@ -55,6 +58,7 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
     is_judged = len(policies) > 1 and all(result[key] is not None for results in by_seed
                                           for result in results.values() for key in JUDGED)
     return {"trace": trace_name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
+            "capacities": [plan.capacity],
             "gateways": plan.num_gateways, "shared_ledger": plan.shared_ledger,
             "event_loss_ratio": plan.event_loss_ratio, "restart_storm": plan.restart_storm,
             "copies_ahead": plan.copies_ahead, "workers_per_machine": plan.workers_per_machine,
@@ -66,7 +70,18 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
 
 def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[str, Any]:
     """`simulate --json` of more than one cell or seed."""
-    return {"commit": commit(), "model": plan.model.name, "model_source": plan.model.source, "cells": list(cells)}
+    return {"commit": commit(), "model": plan.model.name, "model_source": plan.model.source, "cells": distinct(cells)}
+
+
+def distinct(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each run once: no worker has a pool smaller than its longest request, so two capacities may be the same pool.
+    The first of them stands for all, and names them in `capacities`."""
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    for cell in cells:
+        key = tuple(cell[name] for name in SAME_RUN)
+        others = found[key]["capacities"] if key in found else []
+        found[key] = {**found.get(key, cell), "capacities": [*others, *cell["capacities"]]}
+    return list(found.values())
 
 
 def _mean_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

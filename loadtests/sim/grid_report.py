@@ -24,7 +24,8 @@ def name_of(cell: dict[str, Any]) -> str:
     extras += ["restart storm"] if cell["restart_storm"] else []
     extras += [f"{cell['event_loss_ratio']:.0%} of events lost"] if cell["event_loss_ratio"] else []
     load = "recorded" if cell["load"] is None else f"{cell['load']:.0%}"
-    return ", ".join([f"{cell['trace']} {cell['workers']}w {load}/{cell['capacity']:.0%}", *extras])
+    pools = "=".join(f"{capacity:.0%}" for capacity in sorted(cell["capacities"]))
+    return ", ".join([f"{cell['trace']} {cell['workers']}w {load}/{pools}", *extras])
 
 
 def as_table(report: dict[str, Any]) -> str:
@@ -32,14 +33,15 @@ def as_table(report: dict[str, Any]) -> str:
     lines = [f"{report['model']}, commit {report['commit']}. TTFT in seconds; ratio: ours over the baseline best "
              "there, geometric mean over seeds, with 95 % interval; below 1 is better.", "",
              "| cell: workload, workers, load/capacity | p50 | p99 | p50 ratio | p99 ratio | mean ratio | hits of "
-             "one cache | max/mean: positions, time |", "|---|---|---|---|---|---|---|---|"]
+             "one cache | max/mean: positions, time | blocks a worker |", "|---|---|---|---|---|---|---|---|---|"]
     lines += [_line(cell) for cell in report["cells"]]
     return "\n".join([*lines, "", *summary(report)])
 
 
 def summary(report: dict[str, Any]) -> list[str]:
     """How many cells ours wins, is within 2 % of, and loses; which those are."""
-    lines = []
+    lines = [f"{len(report['cells'])} cells. Pools joined by = are one and the same, that of the longest request, "
+             "and count once."] if any(len(cell["capacities"]) > 1 for cell in report["cells"]) else []
     for key in JUDGED:
         judged = [(name_of(cell), cell["verdicts"][key]) for cell in report["cells"] if cell["verdicts"]]
         counts = Counter(verdict["outcome"] for _, verdict in judged)
@@ -76,7 +78,7 @@ def _line(cell: dict[str, Any]) -> str:
     hits = f"{ours['hit_token_ratio'] / best:.0%}" if best and ours["hit_token_ratio"] is not None else "-"
     times = [_seconds(ours[key]) for key in ("ttft_p50_s", "ttft_p99_s")]
     return " | ".join([f"| {name_of(cell)}", *times, *ratios, hits,
-                       f"{ours['max_mean_load']:.2f}, {_time(ours)} |"])
+                       f"{ours['max_mean_load']:.2f}, {_time(ours)} | {cell['blocks_per_worker']:,} |"])
 
 
 def _seconds(value: float | None) -> str:
