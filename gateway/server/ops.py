@@ -16,7 +16,7 @@ from aiohttp.web_request import BaseRequest
 
 from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint
-from gateway.server.foreign import RESPONSES
+from gateway.server.foreign import MESSAGES, RESPONSES
 from gateway.server.generate import Generate
 from gateway.server.generate_route import CHAT, COMPLETIONS, FOREIGN, GenerateRoute
 from gateway.server.http import Routes, json_response, read_body
@@ -177,6 +177,8 @@ def _route_of(body: bytes) -> GenerateRoute:
         return CHAT  # the strict parser then says what is wrong with it
     if not isinstance(fields, dict):
         return CHAT
+    if "messages" in fields and "system" in fields:
+        return FOREIGN[MESSAGES.path]   # Anthropic's: a chat has that in its messages
     for name, route in EXPLAINED_ROUTES.items():
         if name in fields:
             return route

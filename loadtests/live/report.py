@@ -63,11 +63,13 @@ def as_table(report: dict[str, Any]) -> str:
         lines.append(f"hits {result['hit_token_ratio']:.1%} of {result['prompt_tokens']} prompt tokens; an infinite "
                      f"cache would have {result['ideal_hit_token_ratio']:.1%}, reckoned from the trace")
         if result["hit_token_ratio"] > result["ideal_hit_token_ratio"] + MORE_THAN_TRACE_RATIO:
-            lines.append("more hits than the trace has: an earlier run with this seed may have left its prompts in "
-                         "the cache; another --seed makes other prompts")
+            lines.append("more hits than the trace has: what every chat begins with by its template is shared too, "
+                         "and an earlier run with this seed may have left its prompts in the cache; another --seed "
+                         "makes other prompts")
     if report["workers"] is not None:
         load = result["max_mean_load"]
-        lines.append(f"{report['workers']} workers, max/mean load {NOTHING if load is None else f'{load:.2f}'}")
+        lines.append(f"{report['workers']} workers answered, max/mean load among them "
+                     f"{NOTHING if load is None else f'{load:.2f}'}")
     if result["prediction"] is not None:
         lines.append("predicted hits: {equal} of {compared} as reported, {too_much} too much, {too_little} too "
                      "little".format_map(result["prediction"]))

@@ -12,11 +12,10 @@ from typing import Any
 
 from loadtests.provenance import commit
 from loadtests.sim.metrics import PolicyResult
-from loadtests.sim.paired import verdict
+from loadtests.sim.paired import verdicts_of
 from loadtests.sim.simulation import SimulationPlan, prepare, run_policy
 from loadtests.traces import Trace
 
-JUDGED = ("ttft_p50_s", "ttft_p99_s", "ttft_mean_s")
 SUMMED = ("requests", "failed", "preemptions")
 # Cells that agree in these are the same simulation.
 SAME_RUN = ("trace", "workers", "load", "blocks_per_worker", "gateways", "shared_ledger", "event_loss_ratio",
@@ -55,8 +54,6 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
                 blocks_per_worker: int) -> dict[str, Any]:
     """Means and verdicts of a cell, from policy to result for each seed."""
     plan, policies = cell.plan, list(by_seed[0])
-    is_judged = len(policies) > 1 and all(result[key] is not None for results in by_seed
-                                          for result in results.values() for key in JUDGED)
     return {"trace": trace_name, "workers": plan.num_workers, "load": plan.load, "capacity": plan.capacity,
             "capacities": [plan.capacity],
             "gateways": plan.num_gateways, "shared_ledger": plan.shared_ledger,
@@ -65,7 +62,7 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
             "cores_per_machine": plan.cores_per_machine,
             "seed": plan.seed, "seeds": len(by_seed), "requests": requests, "blocks_per_worker": blocks_per_worker,
             "policies": [_mean_of([results[policy] for results in by_seed]) for policy in policies],
-            "verdicts": {key: verdict(by_seed, key) for key in JUDGED} if is_judged else {}}
+            "verdicts": verdicts_of([list(results.values()) for results in by_seed])}
 
 
 def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from loadtests.sim.grid import JUDGED
+from loadtests.sim.paired import JUDGED
 
 TITLES = {"ttft_p50_s": "p50", "ttft_p99_s": "p99", "ttft_mean_s": "mean"}
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 OURS = "headstart"
+JUDGED = ("ttft_p50_s", "ttft_p99_s", "ttft_mean_s")
 WITHIN_RATIO = 1.02
 LEAST_S = 1e-6   # below it a time is a tie
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal one.
@@ -34,6 +35,15 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     deviation = math.sqrt(sum((log - mean) ** 2 for log in logs) / (count - 1))
     half = (_T95[count - 2] if count - 2 < len(_T95) else 1.96) * deviation / math.sqrt(count)
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def verdicts_of(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The verdict on each of JUDGED, from every policy's result for each seed; none without ours or without a
+    baseline, or where a policy answered nobody."""
+    by_seed = [{str(result["policy"]): result for result in results} for results in seeds]
+    is_judged = len(by_seed[0]) > 1 and OURS in by_seed[0] and all(
+        result[key] is not None for results in by_seed for result in results.values() for key in JUDGED)
+    return {key: verdict(by_seed, key) for key in JUDGED} if is_judged else {}
 
 
 def verdict(by_seed: Sequence[Mapping[str, Mapping[str, Any]]], key: str) -> dict[str, Any]:

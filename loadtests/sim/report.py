@@ -29,7 +29,14 @@ def as_table(report: dict[str, Any]) -> str:
     titles = " ".join(f"{title:<{width}}" if kind == "s" else f"{title:>{width}}"
                       for title, _, width, kind in COLUMNS)
     rows = [_row(policy) for policy in sorted(report["policies"], key=_tail)]
-    return "\n".join([head, titles, *rows])
+    return "\n".join([head, titles, *rows, *_verdicts(report["verdicts"])])
+
+
+def _verdicts(verdicts: dict[str, dict[str, Any]]) -> list[str]:
+    """Ours beside the best of the others, one run of each."""
+    said = [f"{name.removeprefix('ttft_').removesuffix('_s')} {verdict['ratio']:.2f} of {verdict['rival']}'s"
+            + (" (loses)" if verdict["outcome"] == "loses" else "") for name, verdict in verdicts.items()]
+    return ["", f"ours beside the best of the others, one seed: {', '.join(said)}"] if said else []
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:

@@ -13,12 +13,13 @@ from loadtests.provenance import commit
 from loadtests.sim.cluster import Cluster, ClusterSettings
 from loadtests.sim.cost_model import DEFAULT_MODEL, MODELS, CostModel
 from loadtests.sim.metrics import CacheBounds, PolicyResult, cache_bounds, result_of, saturation_rate
+from loadtests.sim.paired import verdicts_of
 from loadtests.sim.policies import POLICIES
 from loadtests.traces import Trace
 
 HEADROOM_BLOCKS = 2   # beside the longest sequence, the least a worker has
 POOL_BLOCKS_MAX = 20_000_000   # of all workers: above a gigabyte of counts and lists
-WORKER_SECONDS_MAX = 200_000_000.0   # simulated: gateways look at each worker every second, busy or not
+WORKER_SECONDS_MAX = 20_000_000.0   # simulated: gateways look at each worker every second, busy or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,6 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "shared_ledger": plan.shared_ledger, "restart_storm": plan.restart_storm,
             "copies_ahead": plan.copies_ahead, "workers_per_machine": plan.workers_per_machine,
             "cores_per_machine": plan.cores_per_machine,
-            "policies": [result.as_dict() for result in results]}
+            "policies": (rows := [result.as_dict() for result in results]), "verdicts": verdicts_of([rows])}
 
 

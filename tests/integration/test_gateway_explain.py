@@ -26,3 +26,19 @@ async def test_explain_says_what_a_worker_would_refuse() -> None:
         assert (refusal["param"], refusal["code"]) == ("max_tokens", "invalid_request")
         assert "413" in str(refusal["message"])
         assert "leaves 412" in str(refusal["message"])
+
+
+async def test_explain_reads_each_body_as_its_own_api_does() -> None:
+    """As many tokens as the same conversation has as a chat, instructions included."""
+    stub = StubWorker(worker_token=WORKER_TOKEN, max_context=4096)
+    said = {"role": "user", "content": "Which way is the harbour?"}
+    chat = [{"role": "system", "content": "Be brief. " * 30}, said]
+    async with running(stub), running_gateway(stub.url) as gateway:
+        await gateway.until_exact()
+        tokens = []
+        for body in ({"messages": chat}, {"system": chat[0]["content"], "messages": [said], "max_tokens": 5},
+                     {"instructions": chat[0]["content"], "input": [said]}):
+            answer = await gateway.send("POST", "/admin/explain", headers=ADMIN, payload={"model": "stub", **body})
+            assert answer.status == 200, answer.body
+            tokens.append(json.loads(answer.body)["prompt_tokens"])
+        assert tokens[0] == tokens[1] == tokens[2] > 30
