@@ -91,8 +91,7 @@ SESSION_BONUS_TOKENS = 32
 # Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
 TIE_RATIO = 0.01
 TIE_S = 1e-6
-# Where nobody has anything to do: rates measured on equal workers differ by as much, and whoever is a little dearer
-# has memory that would lie idle.
+# Where nobody has anything to do: rates measured on equal workers differ by as much.
 REST_TIE_RATIO = 0.2
 # Keeps a least cost under the cost when both are rounded.
 _ROUNDING_TOKENS = 1e-3

@@ -170,8 +170,7 @@ def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[Can
 
 
 def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
-    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance (by
-    chance alone where nobody has anything to do). Where other gateways send unseen requests, by chance among those
+    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance. Where other gateways send unseen requests, by chance among those
     whom these may leave cheapest.
 
     Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
@@ -188,8 +187,8 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
 
 
 def tie_ratio_of(given: PickInput) -> float:
-    """How much dearer than the cheapest an endpoint may be, to be chosen beside it by lot: more than usual where
-    nobody has anything to do, so that light traffic spreads over memory that would lie idle. A session stays."""
+    """How much dearer than the cheapest is as good: more than usual where nobody has anything to do, as then it is
+    by rates alone that workers which hold as much differ. So light traffic spreads. A session stays."""
     if given.session_endpoint_id is not None:
         return TIE_RATIO
     loads = given.loads
@@ -314,7 +313,7 @@ def _choose(costs: Sequence[CandidateCost], given: PickInput, tie_ratio: float) 
         return spread(costs, given.unseen_requests, random_ratio)
     bound = min([reach_s(cost, 0.0, tie_ratio) for cost in costs])
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
-    if len(tied) > 1 and tie_ratio == TIE_RATIO:
+    if len(tied) > 1:
         least = min([costs[index].uncached_tokens for index in tied])
         tied = [index for index in tied if costs[index].uncached_tokens == least]
     return tied[int(random_ratio * len(tied))]

@@ -167,7 +167,7 @@ def cheapest(given: PickInput, standings: Standings, tie_ratio: float = TIE_RATI
         return None
     if len(rows) > 1:
         rows = [row for row in rows if row[0] <= reach]
-        if len(rows) > 1 and tie_ratio == TIE_RATIO:
+        if len(rows) > 1:
             least = min([row[1] for row in rows])
             rows = [row for row in rows if row[1] == least]
     _, _, view, cost = rows[int(given.random_ratio * len(rows))]

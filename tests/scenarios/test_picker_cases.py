@@ -58,8 +58,8 @@ CASES = [
     Case("idle and cold: chance decides, high", given(A, B, C, random_ratio=0.999), ("c", "cold", 0)),
     Case("nobody has anything to do: a tenth dearer is as good", given(A, SLOWER, random_ratio=0.999),
          ("b", "cold", 0)),
-    Case("nobody has anything to do: a few blocks are no reason to stay", given(
-        A, B, matches={"a": Match(10, 0)}, random_ratio=0.999), ("b", "load", 0)),
+    Case("nobody has anything to do: whoever holds a block more has less to compute, rates may lie", given(
+        A, SLOWER, matches={"a": Match(10, 0), "b": Match(11, 0)}, random_ratio=0.999), ("b", "prefix", 176)),
     Case("a tenth dearer is dearer while anybody has", given(
         A, SLOWER, C, random_ratio=0.999, loads={"c": LoadView(1, 0, 0)}), ("a", "cold", 0)),
     Case("a third dearer is dearer", given(A, endpoint("b", prefill_tokens_per_s=700.0), random_ratio=0.999),

@@ -9,8 +9,8 @@ from gateway.routing.unseen_work import width_s
 
 
 def check_as_if_all_were_priced(decision: RoutingDecision, random_ratio: float) -> None:
-    """AssertionError unless it is the cheapest, of ties the one with least to compute, of equal ones any one; where
-    all are at rest any one that is not much dearer; or one that others' unseen requests leave as good as these."""
+    """AssertionError unless it is the cheapest, of ties the one with least to compute, of equal ones any one; or one
+    that others' unseen requests leave as good as these."""
     costs = decision.candidates
     assert decision.considered is not None
     unseen_requests = decision.considered[0].unseen_requests
@@ -21,9 +21,8 @@ def check_as_if_all_were_priced(decision: RoutingDecision, random_ratio: float) 
     best = min(cost.total_s for cost in costs)
     ratio = REST_TIE_RATIO if is_at_rest else TIE_RATIO
     tied = [cost for cost in costs if cost.total_s <= best + ratio * abs(best) + TIE_S]
-    if not is_at_rest:
-        least = min(cost.uncached_tokens for cost in tied)
-        tied = [cost for cost in tied if cost.uncached_tokens == least]
+    least = min(cost.uncached_tokens for cost in tied)
+    tied = [cost for cost in tied if cost.uncached_tokens == least]
     assert decision.cost == tied[int(random_ratio * len(tied))]
 
 
