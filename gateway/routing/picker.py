@@ -170,8 +170,8 @@ def candidate_costs(given: PickInput, views: Sequence[EndpointView]) -> list[Can
 
 
 def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
-    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance. Where other gateways send unseen requests, by chance among those
-    whom these may leave cheapest.
+    """The cheapest endpoint in seconds of work; near ties go to the one with least to compute, then by chance. Where
+    other gateways send unseen requests, by chance among those whom these may leave cheapest.
 
     Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
     """
