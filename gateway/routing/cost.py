@@ -101,6 +101,12 @@ BusyStepOf = Callable[[str, int], float]
 TierRatioOf = Callable[[str], float]
 
 
+def memory_bound_s(cheapest_s: float, tie_ratio: float) -> float:
+    """What an endpoint's memory may cost at the most, where the cheapest one's costs so much, to be as good: it is
+    rates that are doubted in a wide tie, not that memory is short."""
+    return cheapest_s + tie_ratio * cheapest_s + TIE_S
+
+
 def nobody(endpoint_id: str) -> Sequence[Stream]:
     """No streams of ours anywhere."""
     return ()

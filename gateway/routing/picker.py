@@ -31,6 +31,7 @@ from gateway.routing.cost import (
     assumed_rates,
     candidate_cost,
     least_costs,
+    memory_bound_s,
     nobody,
     unseen,
     usual_tier,
@@ -313,6 +314,10 @@ def _choose(costs: Sequence[CandidateCost], given: PickInput, tie_ratio: float) 
         return spread(costs, given.unseen_requests, random_ratio)
     bound = min([reach_s(cost, 0.0, tie_ratio) for cost in costs])
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
+    if tie_ratio != TIE_RATIO:
+        memory = [cost.evict_s + cost.price_s for cost in costs]
+        bound = memory_bound_s(min([(costs[index].total_s, memory[index]) for index in tied])[1], tie_ratio)
+        tied = [index for index in tied if memory[index] <= bound]
     if len(tied) > 1:
         least = min([costs[index].uncached_tokens for index in tied])
         tied = [index for index in tied if costs[index].uncached_tokens == least]

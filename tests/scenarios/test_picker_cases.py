@@ -62,6 +62,9 @@ CASES = [
         A, SLOWER, matches={"a": Match(10, 0), "b": Match(11, 0)}, random_ratio=0.999), ("b", "prefix", 176)),
     Case("a tenth dearer is dearer while anybody has", given(
         A, SLOWER, C, random_ratio=0.999, loads={"c": LoadView(1, 0, 0)}), ("a", "cold", 0)),
+    Case("nobody has anything to do: where blocks would have to go is no as good place", given(
+        endpoint("a", blocks_total=1000, blocks_free=1000),
+        endpoint("b", blocks_total=1000, blocks_free=50, blocks_cached=950), random_ratio=0.999), ("a", "cold", 0)),
     Case("a third dearer is dearer", given(A, endpoint("b", prefill_tokens_per_s=700.0), random_ratio=0.999),
          ("a", "cold", 0)),
     Case("a session stays though nobody has anything to do", given(

@@ -21,6 +21,11 @@ def check_as_if_all_were_priced(decision: RoutingDecision, random_ratio: float) 
     best = min(cost.total_s for cost in costs)
     ratio = REST_TIE_RATIO if is_at_rest else TIE_RATIO
     tied = [cost for cost in costs if cost.total_s <= best + ratio * abs(best) + TIE_S]
+    if is_at_rest:
+        cheapest = min(tied, key=lambda cost: (cost.total_s, cost.evict_s + cost.price_s))
+        memory_s = cheapest.evict_s + cheapest.price_s
+        bound = memory_s + REST_TIE_RATIO * memory_s + TIE_S
+        tied = [cost for cost in tied if cost.evict_s + cost.price_s <= bound]
     least = min(cost.uncached_tokens for cost in tied)
     tied = [cost for cost in tied if cost.uncached_tokens == least]
     assert decision.cost == tied[int(random_ratio * len(tied))]
