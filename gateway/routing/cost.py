@@ -91,20 +91,12 @@ SESSION_BONUS_TOKENS = 32
 # Costs this close are a tie: the figures are not better than that, and equal choices by many requests are a herd.
 TIE_RATIO = 0.01
 TIE_S = 1e-6
-# Where nobody has anything to do: rates measured on equal workers differ by as much.
-REST_TIE_RATIO = 0.2
 # Keeps a least cost under the cost when both are rounded.
 _ROUNDING_TOKENS = 1e-3
 _new_tuple = tuple.__new__
 StreamsOf = Callable[[str], Sequence[Stream]]
 BusyStepOf = Callable[[str, int], float]
 TierRatioOf = Callable[[str], float]
-
-
-def memory_bound_s(cheapest_s: float, tie_ratio: float) -> float:
-    """What an endpoint's memory may cost at the most, where the cheapest one's costs so much, to be as good: it is
-    rates that are doubted in a wide tie, not that memory is short."""
-    return cheapest_s + tie_ratio * cheapest_s + TIE_S
 
 
 def nobody(endpoint_id: str) -> Sequence[Stream]:

@@ -19,7 +19,6 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway.routing.cost import (
-    REST_TIE_RATIO,
     TIE_RATIO,
     TIE_S,
     BusyStepOf,
@@ -31,7 +30,6 @@ from gateway.routing.cost import (
     assumed_rates,
     candidate_cost,
     least_costs,
-    memory_bound_s,
     nobody,
     unseen,
     usual_tier,
@@ -52,7 +50,6 @@ Refusal = Literal["no_endpoints", "unknown_model", "not_ready", "draining", "exc
 WAITING_MIN = 4
 FLOORS_MIN = 12
 _NO_NEED = Rates()
-_NOTHING = (0, 0)   # in flight, and tokens queued
 _NO_MATCHES: Mapping[str, Match] = {}
 
 
@@ -176,38 +173,24 @@ def pick(given: PickInput) -> RoutingDecision | NoEndpoint:
 
     Only those are priced in full whose least cost is within reach of the best; the choice is as if all were.
     """
-    tie_ratio = tie_ratio_of(given)
-    if given.standings is not None and (found := cheapest(given, given.standings, tie_ratio)) is not None:
+    if given.standings is not None and (found := cheapest(given, given.standings)) is not None:
         view, cost, most, views = found
         confirmed = min(given.matches.get(view.endpoint_id, NO_MATCH)[0] * view.block_size,
                         cost.matched_tokens) if given.matches else 0
         return RoutingDecision(view.endpoint_id, view.epoch, _reason(given, view, cost, (), most=most),
                                cost.matched_tokens, confirmed, cost.matched_tokens - confirmed, cost.uncached_tokens,
                                cost, most, (given, views))
-    return _pick_by_least_costs(given, tie_ratio)
+    return _pick_by_least_costs(given)
 
 
-def tie_ratio_of(given: PickInput) -> float:
-    """How much dearer than the cheapest is as good: more than usual where nobody has anything to do, as then it is
-    by rates alone that workers which hold as much differ. So light traffic spreads. A session stays."""
-    if given.session_endpoint_id is not None:
-        return TIE_RATIO
-    loads = given.loads
-    for view in given.endpoints:
-        if (view.num_running or view.num_waiting or view.running_prefill_tokens or view.waiting_prefill_tokens
-                or loads.get(view.endpoint_id, NO_LOAD)[:2] != _NOTHING):
-            return TIE_RATIO
-    return REST_TIE_RATIO
-
-
-def _pick_by_least_costs(given: PickInput, tie_ratio: float) -> RoutingDecision | NoEndpoint:
+def _pick_by_least_costs(given: PickInput) -> RoutingDecision | NoEndpoint:
     views: list[EndpointView] | NoEndpoint = _usual(given)
     if not views:
         views = eligible(given)
     if isinstance(views, NoEndpoint):
         return views
-    order, costs, most = _within_reach(given, views, tie_ratio)
-    index = 0 if len(costs) == 1 else _choose(costs, given, tie_ratio)
+    order, costs, most = _within_reach(given, views)
+    index = 0 if len(costs) == 1 else _choose(costs, given)
     view, chosen = views[order[index]], costs[index]
     if chosen.session_s:
         costs = candidate_costs(given, views)  # the bonus reaches further than a tie
@@ -235,8 +218,7 @@ def _usual(given: PickInput) -> list[EndpointView]:
             and not (excluded and view.endpoint_id in excluded)]
 
 
-def _within_reach(given: PickInput, views: Sequence[EndpointView],
-                  tie_ratio: float) -> tuple[list[int], list[CandidateCost], int]:
+def _within_reach(given: PickInput, views: Sequence[EndpointView]) -> tuple[list[int], list[CandidateCost], int]:
     """Positions of those of `views` that may be within a tie of the cheapest, their costs, and the longest match of
     all in tokens."""
     rates = _NO_NEED
@@ -246,7 +228,7 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView],
             break
     matches, work = given.matches or _NO_MATCHES, given.work()
     least, most = least_costs(views, matches, given.loads, work, rates=rates, session=given.session_endpoint_id)
-    pricing = _Pricing(given, views, rates, work, tie_ratio=tie_ratio)
+    pricing = _Pricing(given, views, rates, work)
     pricing.price_likely(least)
     order = sorted(pricing.priced)
     return order, [pricing.priced[at] for at in order], most
@@ -255,13 +237,12 @@ def _within_reach(given: PickInput, views: Sequence[EndpointView],
 class _Pricing:
     """Of one pick: costs by position, and how much another may cost to be chosen beside the lowest of them."""
 
-    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates, work: Work, *,
-                 tie_ratio: float) -> None:
+    def __init__(self, given: PickInput, views: Sequence[EndpointView], rates: Rates, work: Work) -> None:
         self.work = work
         self.matches = given.matches or _NO_MATCHES
         self.priced: dict[int, CandidateCost] = {}
         self._given, self._views, self._rates = given, views, rates
-        self._reach, self._tie_ratio = math.inf, tie_ratio
+        self._reach = math.inf
 
     def price_likely(self, least: Sequence[float]) -> None:
         """All that may be within reach, by their least costs; by better floors, where many wait for memory."""
@@ -296,28 +277,24 @@ class _Pricing:
         cost = self.priced[at] = candidate_cost(
             view, self.matches.get(endpoint_id, NO_MATCH), given.loads.get(endpoint_id, NO_LOAD), self.work,
             rates=self._rates, in_session=endpoint_id == given.session_endpoint_id)
-        reach = reach_s(cost, given.unseen_requests, self._tie_ratio)
+        reach = reach_s(cost, given.unseen_requests)
         if reach < self._reach:
             self._reach = reach
         return cost
 
 
-def reach_s(cost: CandidateCost, unseen_requests: float, tie_ratio: float) -> float:
+def reach_s(cost: CandidateCost, unseen_requests: float) -> float:
     """Whoever costs more is not chosen beside this one: so far goes a tie, or what others may send there unseen."""
     total_s = cost.total_s
-    return total_s + (width_s(cost, unseen_requests) if unseen_requests else tie_ratio * abs(total_s) + TIE_S)
+    return total_s + (width_s(cost, unseen_requests) if unseen_requests else TIE_RATIO * abs(total_s) + TIE_S)
 
 
-def _choose(costs: Sequence[CandidateCost], given: PickInput, tie_ratio: float) -> int:
+def _choose(costs: Sequence[CandidateCost], given: PickInput) -> int:
     random_ratio = given.random_ratio
     if given.unseen_requests:
         return spread(costs, given.unseen_requests, random_ratio)
-    bound = min([reach_s(cost, 0.0, tie_ratio) for cost in costs])
+    bound = min([reach_s(cost, 0.0) for cost in costs])
     tied = [index for index, cost in enumerate(costs) if cost.total_s <= bound]
-    if tie_ratio != TIE_RATIO:
-        memory = [cost.evict_s + cost.price_s for cost in costs]
-        bound = memory_bound_s(min([(costs[index].total_s, memory[index]) for index in tied])[1], tie_ratio)
-        tied = [index for index in tied if memory[index] <= bound]
     if len(tied) > 1:
         least = min([costs[index].uncached_tokens for index in tied])
         tied = [index for index in tied if costs[index].uncached_tokens == least]

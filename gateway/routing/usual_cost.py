@@ -25,7 +25,6 @@ from gateway.routing.cost import (
     TIE_RATIO,
     TIE_S,
     CandidateCost,
-    memory_bound_s,
     stream_step_share,
 )
 from gateway.routing.endpoint import EndpointView
@@ -110,8 +109,8 @@ def standing_of(view: EndpointView, load: LoadView) -> Standing:
         min(max(view.price_s, 0.0), PRICE_MAX_S) if view.price_s else 0.0))
 
 
-def cheapest(given: PickInput, standings: Standings, tie_ratio: float = TIE_RATIO) -> Cheapest | None:
-    """What pick() would choose; None where something is unusual, or nobody may serve it. See picker.tie_ratio_of."""
+def cheapest(given: PickInput, standings: Standings) -> Cheapest | None:
+    """What pick() would choose; None where something is unusual, or nobody may serve it."""
     if (given.session_endpoint_id is not None or given.crowding or given.unseen_requests
             or len(given.endpoints) > FEW_MAX):
         return None
@@ -159,20 +158,17 @@ def cheapest(given: PickInput, standings: Standings, tie_ratio: float = TIE_RATI
         total_s = prefill_s + queue_s + steps_s + others_s + evict_s + price_s
         if total_s > reach:
             continue
-        if (bound := total_s + tie_ratio * total_s + TIE_S) < reach:
+        if (bound := total_s + TIE_RATIO * total_s + TIE_S) < reach:
             reach = bound
-        rows.append((total_s, uncached, view, evict_s + price_s, (
+        rows.append((total_s, uncached, view, (
             endpoint_id, total_s, prefill_s, queue_s, steps_s, 0.0, 0.0, others_s, evict_s, price_s, 0.0, matched,
             uncached, queued, num_active, num_steps, 0.0, 0.0)))
     if not rows:
         return None
     if len(rows) > 1:
         rows = [row for row in rows if row[0] <= reach]
-        if tie_ratio != TIE_RATIO:
-            bound = memory_bound_s(min([(row[0], row[3]) for row in rows])[1], tie_ratio)
-            rows = [row for row in rows if row[3] <= bound]
         if len(rows) > 1:
             least = min([row[1] for row in rows])
             rows = [row for row in rows if row[1] == least]
-    _, _, view, _, cost = rows[int(given.random_ratio * len(rows))]
+    _, _, view, cost = rows[int(given.random_ratio * len(rows))]
     return view, _new_tuple(CandidateCost, cost), most, views

@@ -17,7 +17,7 @@ from gateway.routing import cost
 from gateway.routing.busy_steps import FIXED_STREAMS, BusySteps
 from gateway.routing.endpoint import EndpointView
 from gateway.routing.load_ledger import NO_LOAD, LoadView
-from gateway.routing.picker import PickInput, reach_s, tie_ratio_of
+from gateway.routing.picker import PickInput, reach_s
 from gateway.routing.prefix_index import NO_MATCH
 
 # Wider than the picker's ties by more than the estimate's rounding.
@@ -71,7 +71,7 @@ class Shortlist:
         priced = cost.candidate_cost(view, (given.matches or {}).get(view.endpoint_id, NO_MATCH),
                                      given.loads.get(view.endpoint_id, NO_LOAD), given.work(),
                                      rates=rates or cost.Rates())
-        return reach_s(priced, given.unseen_requests, tie_ratio_of(given)) + SLACK_RATIO * (abs(priced.total_s) + 1)
+        return reach_s(priced, given.unseen_requests) + SLACK_RATIO * (abs(priced.total_s) + 1)
 
     def _estimate(self, given: PickInput, rates: cost.Rates | None) -> np.ndarray:
         prompt, output = given.prompt_tokens, given.expected_output_tokens

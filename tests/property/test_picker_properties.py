@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
-from gateway.routing.cost import (
-    REST_TIE_RATIO,
-    TIE_RATIO,
-    TIE_S,
-    CandidateCost,
-    Rates,
-    Work,
-    candidate_cost,
-    least_costs,
-)
+from gateway.routing.cost import TIE_RATIO, TIE_S, CandidateCost, Rates, Work, candidate_cost, least_costs
 from gateway.routing.endpoint import EndpointView, Knowledge
 from gateway.routing.load_ledger import LoadView
 from gateway.routing.memory_wait import Stream
@@ -27,7 +18,7 @@ from gateway.routing.output_length import OutputLength
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision, pick
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefix_index import Match
-from tests.support.plain_choice import all_at_rest, check_as_if_all_were_priced
+from tests.support.plain_choice import check_as_if_all_were_priced
 
 counts = st.integers(0, 64)
 tokens = st.integers(0, 100_000)
@@ -47,22 +38,11 @@ views = st.builds(
     waiting_prefill_tokens=tokens, running_prefill_tokens=tokens, decode_context_tokens=tokens,
     held_tokens_at_report=st.integers(0, 50_000), price_s=st.floats(-10, 10),
     others_ratio=st.just(0.0) | ratios, step_tokens=st.sampled_from([0, 16, 512]))
-
-
-def at_rest(fleet: Sequence[EndpointView]) -> list[EndpointView]:
-    """The same endpoints without any work."""
-    return [replace(view, num_running=0, num_waiting=0, running_prefill_tokens=0, waiting_prefill_tokens=0)
-            for view in fleet]
-
-
 fleets = st.lists(views, max_size=8, unique_by=lambda view: view.endpoint_id)
-resting = st.just(LoadView())
 inputs = st.builds(
-    PickInput, endpoints=fleets | fleets.map(at_rest),
-    prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
+    PickInput, endpoints=fleets, prompt_tokens=st.integers(0, 20_000), model=st.sampled_from([None, "m", "other"]),
     matches=st.none() | st.dictionaries(st.sampled_from("abcdefgh"), matches),
-    loads=st.dictionaries(st.sampled_from("abcdefgh"), loads | resting),
-    expected_output_tokens=st.integers(0, 4096),
+    loads=st.dictionaries(st.sampled_from("abcdefgh"), loads), expected_output_tokens=st.integers(0, 4096),
     excluded=st.frozensets(st.sampled_from("abcdefgh"), max_size=3),
     session_endpoint_id=st.none() | st.sampled_from("abcdefgh"), random_ratio=ratios, turn=st.integers(0, 1000),
     stretch=st.floats(1, 20), streams_of=st.dictionaries(st.sampled_from("abcdefgh"), streams).map(
@@ -108,8 +88,7 @@ def test_the_choice_is_within_a_tie_of_the_cheapest_and_explains_itself(given_: 
     totals = [cost.total_s for cost in decision.candidates]
     chosen = next(cost for cost in decision.candidates if cost.endpoint_id == decision.endpoint_id)
     assert {cost.endpoint_id for cost in decision.candidates} == may_serve(given_)
-    ratio = REST_TIE_RATIO if all_at_rest(given_) else TIE_RATIO
-    assert chosen.total_s <= min(totals) + ratio * abs(min(totals)) + TIE_S
+    assert chosen.total_s <= min(totals) + TIE_RATIO * abs(min(totals)) + TIE_S
     assert chosen.matched_tokens == decision.matched_tokens
     for cost in decision.candidates:
         assert cost.total_s == pytest.approx(sum(terms(cost)))

@@ -11,7 +11,7 @@ from gateway.routing.load_ledger import LoadView
 from gateway.routing.picker import NoEndpoint, PickInput, RoutingDecision, pick
 from gateway.routing.prefix_index import Match
 from gateway.routing.usual_cost import FEW_MAX, STANDINGS_MAX, Standings, cheapest
-from tests.property.test_picker_properties import at_rest, inputs, resting
+from tests.property.test_picker_properties import inputs
 from tests.support.plain_choice import check_as_if_all_were_priced
 
 NAMES = "abcde"
@@ -26,14 +26,12 @@ usual_views = st.builds(
     decode_context_tokens=st.integers(0, 5000), step_tokens=st.sampled_from([0, 512]),
     price_s=st.sampled_from([0.0, 2.0]))
 usual_loads = st.builds(LoadView, small, st.sampled_from([0, 100, 101]), st.integers(0, 5000), small, st.just(0))
-usual_fleets = st.lists(usual_views, max_size=5, unique_by=lambda view: view.endpoint_id)
 usual_inputs = st.builds(
-    PickInput, endpoints=usual_fleets | usual_fleets.map(at_rest),
+    PickInput, endpoints=st.lists(usual_views, max_size=5, unique_by=lambda view: view.endpoint_id),
     prompt_tokens=st.integers(0, 3000), model=st.sampled_from([None, "m"]),
     matches=st.none() | st.dictionaries(st.sampled_from(NAMES),
                                         st.builds(Match, st.integers(0, 200), small, st.just(0))),
-    loads=st.dictionaries(st.sampled_from(NAMES), usual_loads) | st.dictionaries(st.sampled_from(NAMES), resting),
-    expected_output_tokens=st.integers(0, 512),
+    loads=st.dictionaries(st.sampled_from(NAMES), usual_loads), expected_output_tokens=st.integers(0, 512),
     excluded=st.frozensets(st.sampled_from(NAMES), max_size=1), context_tokens=st.sampled_from([0, 5000]),
     random_ratio=st.floats(0, 1, exclude_max=True),
     busy_step_of=st.dictionaries(st.sampled_from(NAMES), st.floats(0, 0.1)).map(

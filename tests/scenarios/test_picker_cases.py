@@ -26,7 +26,6 @@ def endpoint(endpoint_id: str, **changes: object) -> EndpointView:
 
 
 A, B, C = endpoint("a"), endpoint("b"), endpoint("c")
-SLOWER = endpoint("b", prefill_tokens_per_s=900.0)
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,6 @@ CASES = [
     Case("all failed this request", given(A, B, excluded=frozenset("ab")), "excluded"),
     Case("idle and cold: chance decides, low", given(A, B, C, random_ratio=0.0), ("a", "cold", 0)),
     Case("idle and cold: chance decides, high", given(A, B, C, random_ratio=0.999), ("c", "cold", 0)),
-    Case("nobody has anything to do: a tenth dearer is as good", given(A, SLOWER, random_ratio=0.999),
-         ("b", "cold", 0)),
-    Case("nobody has anything to do: whoever holds a block more has less to compute, rates may lie", given(
-        A, SLOWER, matches={"a": Match(10, 0), "b": Match(11, 0)}, random_ratio=0.999), ("b", "prefix", 176)),
-    Case("a tenth dearer is dearer while anybody has", given(
-        A, SLOWER, C, random_ratio=0.999, loads={"c": LoadView(1, 0, 0)}), ("a", "cold", 0)),
-    Case("nobody has anything to do: where blocks would have to go is no as good place", given(
-        endpoint("a", blocks_total=1000, blocks_free=1000),
-        endpoint("b", blocks_total=1000, blocks_free=50, blocks_cached=950), random_ratio=0.999), ("a", "cold", 0)),
-    Case("a third dearer is dearer", given(A, endpoint("b", prefill_tokens_per_s=700.0), random_ratio=0.999),
-         ("a", "cold", 0)),
-    Case("a session stays though nobody has anything to do", given(
-        A, B, session_endpoint_id="a", random_ratio=0.999), ("a", "session", 0)),
     Case("the holder", given(A, B, matches={"b": Match(50, 0)}), ("b", "prefix", 800)),
     Case("the longer match", given(A, B, matches={"a": Match(40, 0), "b": Match(60, 0)}), ("b", "prefix", 960)),
     Case("a speculative match counts", given(A, B, matches={"b": Match(10, 40)}), ("b", "prefix", 800)),
