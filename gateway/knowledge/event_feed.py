@@ -37,7 +37,6 @@ from worker.protocol.cache_events import (
     CacheEventError,
     EventBatch,
     ReplayEnd,
-    ReplayItem,
     decode_batch,
     encode_replay_request,
     parse_live_message,
@@ -79,7 +78,6 @@ class EventFeed:
         self._quiet_check_s = quiet_check_s
         self._sequence = FeedSequence(None, 0)
         self._is_believed = False  # whether the index may hold anything by this feed
-        self._is_known = False     # whether the replay under way has shown that it is of whom we follow
 
     async def run(self) -> None:
         """Follow, and start over when broken, with growing pauses."""
@@ -205,7 +203,7 @@ class EventFeed:
         self._status.num_replays += 1
         batches: list[NumberedBatch] = []
         sequence = self._sequence
-        self._is_known = sequence.last_seq is None
+        is_known = sequence.last_seq is None   # whether who answers has shown to be whom we follow
         replay.send(encode_replay_request(sequence.last_seq or 0))
         num_replies, has_ended = 0, False
         while not has_ended:
@@ -216,39 +214,34 @@ class EventFeed:
             if num_replies > MAX_REPLAY_BATCHES:
                 raise FeedBroken(f"a replay of more than {MAX_REPLAY_BATCHES} batches")
             for frames in messages:
-                reply = self._parse_reply(frames)
-                if has_ended := isinstance(reply, ReplayEnd):
+                replayed = self._decode_replayed(frames)
+                if has_ended := replayed is None:
                     break
-                await self._judge_replayed(reply, batches)
-        if not self._is_known:
+                is_known |= await self._judge_replayed(replayed, batches)
+        if not is_known:
             raise FeedBroken("it cannot repeat its own last batch: the worker began another life")
         await self._apply(batches)
         self._status.in_sequence = True
         self._status.detail = ""
 
-    async def _judge_replayed(self, reply: ReplayItem, batches: list[NumberedBatch]) -> None:
-        """Into `batches`, if it is the next one."""
-        seq, batch = reply.seq, self._decode_replayed(reply.payload)
+    async def _judge_replayed(self, replayed: NumberedBatch, batches: list[NumberedBatch]) -> bool:
+        """Into `batches`, if it is the next one; whether it shows that the worker is the one we follow."""
+        seq, batch = replayed
         if self._sequence.is_last(seq, batch.epoch):
-            self._is_known = True
-            return
+            return True
+        was_missed = False
         verdict = self._sequence.judge(seq, batch.epoch)
         if verdict is Verdict.GAP:
             await self._resync()  # what we miss has left the worker's ring; later ones may still follow
-            self._is_known = True
+            was_missed = True
             batches.clear()
             verdict = self._sequence.judge(seq, batch.epoch)
         if verdict in (Verdict.RESTART, Verdict.GAP):
             raise FeedBroken("the replay does not fit the snapshot: the worker began another life")
         if verdict is Verdict.NEXT:
             self._sequence.applied(seq)
-            batches.append(NumberedBatch(seq, batch))
-
-    def _parse_reply(self, frames: list[bytes]) -> ReplayItem | ReplayEnd:
-        try:
-            return parse_replay_reply(frames)
-        except CacheEventError as error:
-            raise self._unreadable("a replayed batch", error) from error
+            batches.append(replayed)
+        return was_missed
 
     def _decode(self, frames: list[bytes]) -> tuple[int, EventBatch]:
         try:
@@ -257,9 +250,11 @@ class EventFeed:
         except CacheEventError as error:
             raise self._unreadable("an event message", error) from error
 
-    def _decode_replayed(self, payload: bytes) -> EventBatch:
+    def _decode_replayed(self, frames: list[bytes]) -> NumberedBatch | None:
+        """None: the replay has ended."""
         try:
-            return decode_batch(payload)
+            reply = parse_replay_reply(frames)
+            return None if isinstance(reply, ReplayEnd) else NumberedBatch(reply.seq, decode_batch(reply.payload))
         except CacheEventError as error:
             raise self._unreadable("a replayed batch", error) from error
 

@@ -7,7 +7,7 @@ Must never: retry once a byte has been shown to the client, or for a mistake tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -154,14 +154,14 @@ async def _open(upstream: Upstream, attempt: Attempt) -> Opened:
         raise
 
 
-def _is_coded(response: UpstreamResponse) -> bool:
-    """Whether its body is not what it says, but has to be decoded first: it is told that nobody would."""
-    return response.headers.get("content-encoding", "identity").lower() != "identity"
+def is_coded(headers: Mapping[str, str]) -> bool:
+    """Whether a worker's body has to be decoded first, though it was told that nobody would."""
+    return headers.get("content-encoding", "identity").lower() != "identity"
 
 
 async def _judge(response: UpstreamResponse, chunk: bytes) -> FirstAnswer:
     status = response.status
-    if _is_coded(response):
+    if is_coded(response.headers):
         response.close()
         raise AttemptFailed("worker_error", errors.worker_failed(
             "The worker answered in a content coding, which was not asked for."))

@@ -20,7 +20,7 @@ from gateway import errors
 from gateway.knowledge.endpoint_table import Endpoint
 from gateway.relay.connection import Exchange
 from gateway.relay.connection_pool import PooledUpstream
-from gateway.relay.retry import LOST_LOOK_S, AttemptFailed
+from gateway.relay.retry import LOST_LOOK_S, AttemptFailed, is_coded
 from gateway.relay.sse import error_event, is_event_stream
 from gateway.relay.upstream import UpstreamRequest
 from gateway.server.admission import Visit
@@ -387,7 +387,7 @@ class Passenger:
 
 def _is_plain_json(headers: Mapping[str, str]) -> bool:
     """Whether this is no stream, and nothing that has to be decoded first."""
-    return not is_event_stream(headers.get("content-type", "")) and "content-encoding" not in headers
+    return not is_event_stream(headers.get("content-type", "")) and not is_coded(headers)
 
 
 _DEPARTURE = (Passenger.enter, Passenger.parse, Passenger.tokenise, Passenger.choose, Passenger.send)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from gateway.relay.connection import Exchange
 from gateway.relay.relay import StreamEnd
+from gateway.relay.retry import is_coded
 from gateway.relay.shortcut import Shortcut, SoFar
 from gateway.relay.sse import StreamTail, is_event_stream
 from gateway.relay.transcript import Transcript
@@ -52,7 +53,7 @@ class LaneStream:
 def begin_stream(exchange: Exchange, begin: Begin) -> LaneStream | None:
     """A stream whose first events have come whole, on its way to the client; None: nothing was sent."""
     chunk, headers = exchange.stream_began(), exchange.headers
-    if chunk is None or exchange.status != 200 or "content-encoding" in headers:
+    if chunk is None or exchange.status != 200 or is_coded(headers):
         return None
     if not is_event_stream(headers.get("content-type", "")):
         return None

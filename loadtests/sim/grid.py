@@ -62,7 +62,7 @@ def cell_report(cell: Cell, by_seed: Sequence[dict[str, dict[str, Any]]], *, tra
             "cores_per_machine": plan.cores_per_machine,
             "seed": plan.seed, "seeds": len(by_seed), "requests": requests, "blocks_per_worker": blocks_per_worker,
             "policies": [_mean_of([results[policy] for results in by_seed]) for policy in policies],
-            "verdicts": verdicts_of([list(results.values()) for results in by_seed])}
+            "verdicts": verdicts_of(by_seed)}
 
 
 def grid_report(cells: Sequence[dict[str, Any]], plan: SimulationPlan) -> dict[str, Any]:

@@ -37,10 +37,8 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def verdicts_of(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The verdict on each of JUDGED, from every policy's result for each seed; none without ours or without a
-    baseline, or where a policy answered nobody."""
-    by_seed = [{str(result["policy"]): result for result in results} for results in seeds]
+def verdicts_of(by_seed: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """verdict() on each of JUDGED; none without ours or without a baseline, or where a policy answered nobody."""
     is_judged = len(by_seed[0]) > 1 and OURS in by_seed[0] and all(
         result[key] is not None for results in by_seed for result in results.values() for key in JUDGED)
     return {key: verdict(by_seed, key) for key in JUDGED} if is_judged else {}

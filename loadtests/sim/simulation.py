@@ -107,6 +107,7 @@ def report_of(prepared: Prepared, plan: SimulationPlan, results: Sequence[Policy
             "shared_ledger": plan.shared_ledger, "restart_storm": plan.restart_storm,
             "copies_ahead": plan.copies_ahead, "workers_per_machine": plan.workers_per_machine,
             "cores_per_machine": plan.cores_per_machine,
-            "policies": (rows := [result.as_dict() for result in results]), "verdicts": verdicts_of([rows])}
+            "policies": [result.as_dict() for result in results],
+            "verdicts": verdicts_of([{result.policy: result.as_dict() for result in results}])}
 
 
